@@ -1,0 +1,43 @@
+# make train   train a small model on two ranks
+# make test    run the tests           (make test ARGS="tests/testing -k hang")
+# make lint    ruff and mypy
+# Each creates .venv when it is missing or older than what it is made from.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.complete
+ARGS ?=
+
+.PHONY: train test test-long lint format clean
+
+train: $(STAMP)
+	$(BIN)/python examples/train_two_ranks.py $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+# The same tests with many more generated cases for each property.
+test-long: $(STAMP)
+	FULLSHARD_LONG=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# torch is asked for by its exact version and first: an open range, or an isolated build
+# environment, could choose another build of it that is larger by gigabytes.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('fullshard needs Python 3.11 or newer, and $(PYTHON) is ' + sys.version.split()[0] + '; choose another one with make PYTHON=...')"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0 setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	touch $(STAMP)

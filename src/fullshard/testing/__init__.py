@@ -1,0 +1,22 @@
+"""Real ranks for tests: a function runs in real processes with a real process group.
+
+The names below are public. docs/testing.md shows how they are used.
+"""
+
+from .decorator import ranks
+from .device import device
+from .errors import RankFailure, RankSetupError, RanksFailed
+from .pool import RankPool
+from .session import close_session
+from .shared import run_on_ranks
+
+__all__ = [
+    "RankFailure",
+    "RankPool",
+    "RankSetupError",
+    "RanksFailed",
+    "close_session",
+    "device",
+    "ranks",
+    "run_on_ranks",
+]

@@ -1,0 +1,53 @@
+"""Which device tests compute on. Touches torch only, and CUDA only when it was chosen."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from .errors import RankSetupError
+
+DEVICE_VARIABLE = "FULLSHARD_TEST_DEVICE"
+DEVICE_TYPES = ("cpu", "cuda")
+
+
+def chosen_device_type() -> str:
+    """The device type chosen by FULLSHARD_TEST_DEVICE, "cpu" when nothing was chosen."""
+    chosen = os.environ.get(DEVICE_VARIABLE) or "cpu"
+    if chosen not in DEVICE_TYPES:
+        raise RankSetupError(
+            f"the test device is {chosen!r}, expected 'cpu' or 'cuda': "
+            f"correct --device or the environment variable {DEVICE_VARIABLE}"
+        )
+    return chosen
+
+
+def require_device(device_type: str) -> None:
+    """Raise RankSetupError unless this machine has a device of that type."""
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise RankSetupError(
+            "the test device is 'cuda', but torch finds no usable GPU on this machine "
+            f"(torch {torch.__version__}): choose --device cpu, or {DEVICE_VARIABLE}=cpu"
+        )
+
+
+def device() -> torch.device:
+    """The device the calling rank should put its tensors on.
+
+    This is the CPU unless CUDA was chosen with ``--device cuda`` or FULLSHARD_TEST_DEVICE.
+    Ranks share the GPUs there are: rank r uses GPU r modulo their number. Outside of a rank
+    it is the device that rank 0 uses.
+
+    Example::
+
+        @ranks(2)
+        def test_output_is_finite() -> None:
+            model = nn.Linear(4, 4).to(device())
+    """
+    device_type = chosen_device_type()
+    if device_type == "cpu":
+        return torch.device("cpu")
+    require_device(device_type)
+    rank = int(os.environ.get("RANK", "0"))
+    return torch.device("cuda", rank % torch.cuda.device_count())

@@ -1,0 +1,84 @@
+"""Giving every run on a rank the same start: what a run changed does not reach the next one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import warnings
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from .protocol import LOOPBACK, Assignment, Request
+
+
+def rank_environment(assignment: Assignment) -> dict[str, str]:
+    """What a launcher would set, so that code which reads it works on a rank too."""
+    return {
+        "RANK": str(assignment.rank),
+        "LOCAL_RANK": str(assignment.rank),
+        "WORLD_SIZE": str(assignment.world_size),
+        "LOCAL_WORLD_SIZE": str(assignment.world_size),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(assignment.spare_port),
+        "OMP_NUM_THREADS": "1",
+        "FULLSHARD_TEST_DEVICE": assignment.device,
+    }
+
+
+@contextlib.contextmanager
+def isolated(assignment: Assignment, request: Request) -> Iterator[None]:
+    """Run one request's function inside this."""
+    _set_environment(request.environment | rank_environment(assignment))
+    os.chdir(request.working_directory)
+    sys.path[:] = request.import_path
+    _reset_torch()
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    with warnings.catch_warnings():
+        yield
+
+
+def destroy_extra_groups() -> None:
+    """Destroy the process groups that the previous run created beside the default one.
+
+    Only to be called when every rank has finished that run: a group that one rank destroys
+    takes the last messages to its peers with it.
+    """
+    default = dist.group.WORLD
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not default:
+            dist.destroy_process_group(group)
+
+
+def group_state(original: dist.ProcessGroup) -> tuple[int, int] | None:
+    """What has to agree between ranks before they can be used again; see Outcome."""
+    if not dist.is_initialized() or dist.group.WORLD is not original:
+        return None
+    return distributed_c10d._world.group_count, _sequence_number(original)
+
+
+def _sequence_number(group: dist.ProcessGroup) -> int:
+    return group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+
+
+def _set_environment(wanted: dict[str, str]) -> None:
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+def _reset_torch() -> None:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.manual_seed(0)

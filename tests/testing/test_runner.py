@@ -1,0 +1,115 @@
+"""The runner for machines without pytest: ``python -m fullshard.testing``."""
+
+from pathlib import Path
+
+import pytest
+from tests.testing.processes import run_python
+
+# Makes the modules impossible to import, as on a machine that has torch and nothing else;
+# Python imports a module of this name at its start.
+SITE_CUSTOMIZE = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Missing(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("pytest", "_pytest", "hypothesis"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+"""
+
+TESTS = """
+import warnings
+import pytest
+import torch.distributed as dist
+from fullshard.testing import ranks, run_on_ranks
+
+@pytest.mark.parametrize(("left", "right"), [(1, 2), pytest.param(3, 4, id="named")])
+@pytest.mark.parametrize("size", [5, 6])
+@ranks(2)
+def test_parametrised(left, right, size): assert left < right < size
+
+def test_values(): assert run_on_ranks(2, dist.get_rank) == [0, 1]
+
+@ranks(2)
+def test_raises():
+    with pytest.raises(ValueError, match="wrong"):
+        raise ValueError("this is wrong")
+    with pytest.warns(UserWarning, match="careful"):
+        warnings.warn("be careful")
+    assert 0.1 + 0.2 == pytest.approx(0.3)
+
+@pytest.mark.skipif(True, reason="never")
+def test_skipped_by_mark(): assert False
+
+@ranks(2)
+def test_skipped_on_ranks(): pytest.skip("not now")
+
+def test_with_fixture(monkeypatch: pytest.MonkeyPatch): assert False
+
+def test_with_folder(tmp_path): assert tmp_path.is_dir()
+"""
+
+
+def run_tests(folder: Path, module: str, *options: str) -> tuple[int, str]:
+    (folder / "test_it.py").write_text(module)
+    (folder / "sitecustomize.py").write_text(SITE_CUSTOMIZE)
+    return run_python(["-m", "fullshard.testing", "test_it.py", *options], folder)
+
+
+def test_test_modules_run_without_pytest(tmp_path: Path) -> None:
+    status, output = run_tests(tmp_path, TESTS)
+
+    assert status == 0, output
+    assert "7 passed, 0 failed, 3 skipped in " in output
+    assert "PASSED  test_it.py::test_parametrised[5-named]" in output
+    assert "SKIPPED test_it.py::test_skipped_on_ranks (not now)" in output
+    assert "test_with_fixture (it asks for monkeypatch, and fixtures need pytest)" in output
+
+
+def test_a_failure_is_reported_and_makes_the_exit_status_one(tmp_path: Path) -> None:
+    status, output = run_tests(
+        tmp_path,
+        "from fullshard.testing import ranks\n"
+        "@ranks(2)\ndef test_wrong(): raise LookupError('lost')\n"
+        "def test_right(): pass\n",
+    )
+
+    assert status == 1
+    assert "--- ranks 0, 1: LookupError: lost" in output
+    assert "1 passed, 1 failed, 0 skipped" in output
+
+
+def test_a_keyword_selects_tests(tmp_path: Path) -> None:
+    _, output = run_tests(tmp_path, TESTS, "-k", "named")
+
+    assert "2 passed, 0 failed, 0 skipped" in output
+
+
+def test_a_module_that_needs_hypothesis_is_skipped_with_a_line(tmp_path: Path) -> None:
+    status, output = run_tests(tmp_path, "import hypothesis\n")
+
+    assert status == 0
+    assert "SKIPPED test_it.py (hypothesis is not installed)" in output
+
+
+def test_a_module_that_cannot_be_imported_fails(tmp_path: Path) -> None:
+    status, output = run_tests(tmp_path, "import there_is_no_such_module\n")
+
+    assert status == 1
+    assert "FAILED  test_it.py" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.py"], "error: there is no nowhere.py: give a test file or a folder of them"),
+        (["."], "error: no tests found: give test files or folders of them"),
+    ],
+)
+def test_wrong_paths_end_with_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    status, output = run_python(["-m", "fullshard.testing", *arguments], tmp_path)
+
+    assert status == 2
+    assert output.strip().splitlines()[-1] == message
