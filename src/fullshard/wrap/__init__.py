@@ -1,0 +1,54 @@
+"""Wrapping: which modules become units, and making them so.
+
+Policies decide (``policies.py``), :func:`decide` works out what their decision means without
+changing anything, :func:`describe` shows it, and only ``apply.py`` wraps. Nothing here imports
+the wrapper class or the engine. ``torch.distributed.fsdp.wrap`` has the same names.
+"""
+
+from fullshard.wrap.apply import apply_plan, wrap_submodules
+from fullshard.wrap.describe import describe
+from fullshard.wrap.description import Description, UnitDescription
+from fullshard.wrap.frozen import _validate_frozen_params, check_unit_is_uniform
+from fullshard.wrap.ignored import Ignored, resolve_ignored
+from fullshard.wrap.manual import enable_wrap, wrap
+from fullshard.wrap.marker import is_unit
+from fullshard.wrap.plan import Decision, Place, Plan, decide
+from fullshard.wrap.policies import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    _or_policy,
+    _Policy,
+    _wrap_module_cls_individually,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+
+__all__ = [
+    "CustomPolicy",
+    "Decision",
+    "Description",
+    "Ignored",
+    "ModuleWrapPolicy",
+    "Place",
+    "Plan",
+    "UnitDescription",
+    "_Policy",
+    "_or_policy",
+    "_validate_frozen_params",
+    "_wrap_module_cls_individually",
+    "always_wrap_policy",
+    "apply_plan",
+    "check_unit_is_uniform",
+    "decide",
+    "describe",
+    "enable_wrap",
+    "is_unit",
+    "lambda_auto_wrap_policy",
+    "resolve_ignored",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+    "wrap_submodules",
+]

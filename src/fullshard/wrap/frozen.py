@@ -1,0 +1,90 @@
+"""Frozen and trainable parameters in one unit: found before wrapping, told with their names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from fullshard.wrap.assignment import assign
+from fullshard.wrap.graph import ModuleGraph
+from fullshard.wrap.plan import Plan
+
+__all__ = ["_validate_frozen_params", "check_plan_is_uniform", "check_unit_is_uniform"]
+
+
+def check_unit_is_uniform(
+    path: str, names: Sequence[str], parameters: Sequence[nn.Parameter], use_orig_params: bool
+) -> None:
+    """Complain if some of a unit's ``parameters`` are frozen and others trainable.
+
+    Raises ``ValueError`` for ``use_orig_params=False`` and warns for ``True``. The words are
+    matched by users' code; the engine itself spends no gradient memory on frozen parameters.
+    """
+    named = list(zip(names, parameters, strict=True))
+    trainable = [name for name, parameter in named if parameter.requires_grad]
+    frozen = [name for name, parameter in named if not parameter.requires_grad]
+    if not trainable or not frozen:
+        return
+    message = f"{path} has both parameters with requires_grad=True and False. "
+    if use_orig_params:
+        total = sum(parameter.numel() for parameter in parameters)
+        needed = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        message += (
+            "We do not recommend wrapping such modules since the gradient memory usage will be "
+            f"higher than expected ({total} numel instead of {needed} numel before sharding via "
+            "reduce-scatter). "
+        )
+    else:
+        message += "FSDP does not support wrapping such modules when use_orig_params=False. "
+    message += (
+        "If possible, wrap the frozen parameters with FSDP separately.\n"
+        f"The following parameters have requires_grad=True:\n{trainable}\n"
+        f"The following parameters have requires_grad=False:\n{frozen}"
+    )
+    if not use_orig_params:
+        raise ValueError(message)
+    warnings.warn(message, UserWarning, stacklevel=3)
+
+
+def check_plan_is_uniform(plan: Plan) -> None:
+    """Check every unit of ``plan``, children before parents and the root last.
+
+    Each unit is judged by its own ``use_orig_params``.
+    """
+    for decision in (*plan.decisions, plan.root):
+        check_unit_is_uniform(
+            decision.path or _name_of_root(decision.module),
+            decision.managed_names,
+            decision.managed,
+            bool(decision.arguments.get("use_orig_params", False)),
+        )
+
+
+def _validate_frozen_params(
+    root_module: nn.Module,
+    modules_to_wrap: Iterable[nn.Module],
+    ignored_params: Iterable[nn.Parameter],
+    use_orig_params: bool,
+) -> None:
+    """Check the units that wrapping ``modules_to_wrap`` would make, children before parents.
+
+    Only modules given are checked: the root too only if it is among them.
+    """
+    graph = ModuleGraph(root_module, excluded_parameters=frozenset(ignored_params))
+    units = {graph.index_of[module] for module in modules_to_wrap if module in graph.index_of}
+    managed = assign(graph, units).managed
+    for index in graph.children_first:
+        if index in units:
+            nodes = managed[index]
+            check_unit_is_uniform(
+                graph.path(index) or _name_of_root(root_module),
+                [graph.parameter_path(node) for node in nodes],
+                [node.parameter for node in nodes],
+                use_orig_params,
+            )
+
+
+def _name_of_root(root: nn.Module) -> str:
+    return f"The root module ({type(root).__name__})"

@@ -1,0 +1,24 @@
+"""How a module says that it is a unit already. Imports nothing of fullshard.
+
+The wrapper class lives above this package, so wrapping recognises it by a class attribute.
+"""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+from torch import nn
+
+__all__ = ["UNIT_ATTRIBUTE", "WRAPPED_MODULE_NAME", "is_unit"]
+
+#: The class attribute that marks a wrapper class: ``_is_fullshard_unit = True``.
+UNIT_ATTRIBUTE = "_is_fullshard_unit"
+
+#: The name under which a unit registers the module that it wraps.
+WRAPPED_MODULE_NAME = "_fsdp_wrapped_module"
+
+
+def is_unit(module: object) -> TypeGuard[nn.Module]:
+    """Tell whether ``module`` is an instance of a wrapper class."""
+    # Asked of the class: an instance may forward unknown attributes to the module it wraps.
+    return isinstance(module, nn.Module) and getattr(type(module), UNIT_ATTRIBUTE, False) is True
