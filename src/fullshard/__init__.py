@@ -1,0 +1,48 @@
+"""fullshard: fully sharded data parallelism for PyTorch.
+
+The names are those of ``torch.distributed.fsdp``; ``fullshard.wrap`` has those of its ``wrap``.
+"""
+
+from .api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from .engine.agreement import RanksDisagreeError
+from .engine.flat_param import FlatParameter
+from .fsdp import FullyShardedDataParallel
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "RanksDisagreeError",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
+
+__version__ = "0.1.0"

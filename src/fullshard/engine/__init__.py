@@ -1,0 +1,1 @@
+"""The engine: flat layout, units, schedule and collectives. Nothing here knows the wrapper."""

@@ -1,0 +1,214 @@
+"""Ranks agree on what comes next before they communicate, so that none waits for another forever.
+
+Note: agreeing without talking
+    A collective that one rank starts and another does not hangs, and over gloo two collectives
+    of different sizes end the process. So an operation is started only when the other ranks are
+    known to start the same one. All ranks of a process group have seen the same operations so
+    far; each therefore holds the same table from "operations since the last pass began" to "what
+    followed last time". A rank about to do what the table says just does it: a dictionary lookup,
+    no communication. A rank about to do something else first counts itself in, in the group's
+    store, under that operation's name, and goes on when all ranks have; then all tables learn it.
+    The first step of a model is learned this way; after it a static model never talks again.
+
+    When ranks disagree, one of them deviates from the table, does not start, and waits in the
+    store; the others wait for the collective. Whoever waits for longer than ``PATIENCE`` posts
+    the operations it went through and reads what the others posted. Two ranks with different
+    operations at the same place have disagreed: the finding is posted, and every rank raises it.
+    A rank that is merely slow has posted nothing that contradicts the others, and is waited for.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import time
+import weakref
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+#: Seconds of waiting after which a rank looks at what the others are doing.
+PATIENCE = 2.0
+#: Seconds after which a rank stops waiting for others that say nothing at all.
+LAST_RESORT = 1800.0
+#: How often a waiting rank looks again.
+_LOOK_EVERY = 0.25
+#: How many past operations a rank can be compared by.
+_REMEMBERED = 512
+#: The table is forgotten when a model that never repeats itself has filled it this far.
+_TABLE_LIMIT = 200_000
+#: Set to "0" to start operations without agreeing on them.
+SWITCH = "FULLSHARD_ORDER_CHECK"
+
+
+class RanksDisagreeError(RuntimeError):
+    """Two ranks were about to run different operations at the same place."""
+
+
+class Operation(NamedTuple):
+    """What a rank is about to do: a verb and the unit it is done to."""
+
+    verb: str
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.verb} of unit {self.unit!r}"
+
+
+class Agreement:
+    """One process group's common knowledge of the order of operations."""
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._table: dict[int, Operation] = {}
+        self._path = 0
+        self._count = 0
+        self._recent: collections.deque[Operation] = collections.deque(maxlen=_REMEMBERED)
+        self._previous_key: str | None = None
+
+    def settle(self, operation: Operation, begins_pass: bool = False) -> None:
+        """Return when every rank is known to do ``operation`` next; raise if one is not."""
+        if begins_pass:
+            self._path = 0
+        path = self._path
+        if self._table.get(path) != operation:
+            self._meet(operation)
+            if len(self._table) >= _TABLE_LIMIT:
+                self._table.clear()
+            self._table[path] = operation
+        self._recent.append(operation)
+        self._count += 1
+        self._path = hash((path, operation))
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective; look around when it takes suspiciously long."""
+        patience = PATIENCE
+        while True:
+            try:
+                work.wait(timedelta(seconds=patience))
+                return
+            except RuntimeError as error:
+                # Gloo's word for "not yet"; anything else is a failure of its own.
+                if "timed out" not in str(error).lower() or work.is_completed():
+                    raise
+            self._look(pending=None)
+            patience = _LOOK_EVERY
+
+    def _meet(self, operation: Operation) -> None:
+        key = f"fullshard/{self._count}/{operation.verb}/{operation.unit}"
+        if self._store.add(key, 1) == self._world_size:
+            self._store.set(f"{key}/go", "1")
+            self._forget_previous()
+        else:
+            self._wait_for_all(key, operation)
+        self._previous_key = key
+
+    def _wait_for_all(self, key: str, operation: Operation) -> None:
+        deadline = time.monotonic() + LAST_RESORT
+        patience = PATIENCE
+        while True:
+            try:
+                self._store.wait([f"{key}/go"], timedelta(seconds=patience))
+                return
+            except dist.DistStoreError:
+                self._look(pending=operation)
+                patience = _LOOK_EVERY
+            if time.monotonic() > deadline:
+                raise RanksDisagreeError(
+                    f"Waited {LAST_RESORT:.0f} s for all ranks to start {operation}; "
+                    f"{self._store.add(key, 0)} of {self._world_size} have. The others are not in "
+                    "fullshard: look at their logs."
+                )
+
+    def _forget_previous(self) -> None:
+        """All ranks are here, so none is still reading the keys of the meeting before."""
+        if self._previous_key is not None:
+            self._store.delete_key(self._previous_key)
+            self._store.delete_key(f"{self._previous_key}/go")
+
+    def _look(self, pending: Operation | None) -> None:
+        """Post where this rank is, read where the others are, raise what they disagree on."""
+        history = [*self._recent] if pending is None else [*self._recent, pending]
+        start = self._count + (pending is not None) - len(history)
+        self._store.set(self._post(self._rank), json.dumps([start, history]))
+        verdict = self._verdict(start, history)
+        if verdict is not None:
+            self._announce()
+            raise RanksDisagreeError(verdict)
+
+    def _post(self, rank: int) -> str:
+        return f"fullshard/position/{rank}"
+
+    def _verdict(self, start: int, posted: list[Operation]) -> str | None:
+        mine = {start + step: Operation(*operation) for step, operation in enumerate(posted)}
+        for rank in range(self._world_size):
+            if rank == self._rank or not self._store.check([self._post(rank)]):
+                continue
+            other_start, other = json.loads(self._store.get(self._post(rank)))
+            for step, parts in enumerate(other):
+                theirs, place = Operation(*parts), other_start + step
+                if place in mine and mine[place] != theirs:
+                    return self._describe(place, {self._rank: mine[place], rank: theirs})
+        return None
+
+    def _describe(self, place: int, found: dict[int, Operation]) -> str:
+        for rank in range(self._world_size):
+            if rank not in found and self._store.check([self._post(rank)]):
+                start, other = json.loads(self._store.get(self._post(rank)))
+                if 0 <= place - start < len(other):
+                    found[rank] = Operation(*other[place - start])
+        by_operation: dict[Operation, list[int]] = {}
+        for rank in sorted(found):
+            by_operation.setdefault(found[rank], []).append(rank)
+        sides = "; ".join(
+            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {operation}"
+            for operation, ranks in by_operation.items()
+        )
+        return (
+            f"Ranks disagree about operation {place} of this process group: {sides}. Every rank "
+            "must run the same units in the same order; look for control flow that depends on a "
+            "rank's own data, an exception caught on one rank only, or models built differently."
+        )
+
+    def _announce(self) -> None:
+        """Give the other ranks time to read this rank's post before this process may end."""
+        key = "fullshard/read"
+        read = self._store.add(key, 1)
+        deadline = time.monotonic() + 2 * PATIENCE
+        while read < self._world_size and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY / 5)
+            read = self._store.add(key, 0)
+
+
+class NoAgreement:
+    """For groups of one rank, groups without a store, and when the check is switched off."""
+
+    def settle(self, operation: Operation, begins_pass: bool = False) -> None:
+        pass
+
+    def wait(self, work: Any) -> None:
+        work.wait()
+
+
+_agreements: weakref.WeakKeyDictionary[Any, Agreement | NoAgreement] = weakref.WeakKeyDictionary()
+
+
+def agreement_for(group: Any) -> Agreement | NoAgreement:
+    """The agreement of ``group``; made once, shared by every unit that uses the group."""
+    agreement = _agreements.get(group)
+    if agreement is None:
+        agreement = _agreements[group] = _make(group)
+    return agreement
+
+
+def _make(group: Any) -> Agreement | NoAgreement:
+    if os.environ.get(SWITCH) == "0" or group.size() == 1:
+        return NoAgreement()
+    backend, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
+    if store is None or backend == "fake":
+        return NoAgreement()
+    return Agreement(store, group.rank(), group.size())

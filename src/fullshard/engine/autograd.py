@@ -1,0 +1,110 @@
+"""The autograd node that ties a unit's full parameters to what happens with their gradients.
+
+Note: one node for life
+    The node's outputs are the full parameters that a module computes with; its backward receives
+    all their gradients at once. It saves nothing, so it may run in any number of backwards, and
+    it is made once: a unit that runs again, in the same step or in the next, hands out the same
+    outputs. Within one backward autograd then sums the gradients of all uses and runs the node
+    once, after the last of them. Autograd runs ready nodes latest-born first; a node must run
+    before those of earlier units, so it is given a new birth number whenever the unit runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+Receiver = Callable[[tuple[torch.Tensor | None, ...]], None]
+
+
+class _HandOut(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, views: Sequence[torch.Tensor], receiver: Receiver
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.receiver = receiver
+        ctx.set_materialize_grads(False)
+        return tuple(view.detach() for view in views)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
+        with torch.no_grad():
+            ctx.receiver(gradients)
+        return None, None, None
+
+
+class ParameterNode:
+    """Hands ``views`` to autograd as its outputs and their gradients to ``receiver``."""
+
+    def __init__(self, views: Sequence[torch.Tensor], receiver: Receiver) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            anchor = torch.empty(0, requires_grad=True)
+            self.outputs: tuple[torch.Tensor, ...] = _HandOut.apply(anchor, views, receiver)
+        node = self.outputs[0].grad_fn
+        assert node is not None
+        self._set_birth: Callable[[int], None] = node._set_sequence_nr
+
+    def born_now(self) -> None:
+        """Let the node count as made now: see the note above."""
+        self._set_birth(torch.autograd._get_sequence_nr())
+
+
+def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """Every tensor that can be reached in a module's inputs or outputs.
+
+    Looks into tuples, lists, dicts, dataclasses, named tuples, packed sequences and, since people
+    return objects of their own, into the attributes of anything else that has some.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (str, bytes, int, float, complex, type(None), torch.nn.Module)):
+        return
+    else:
+        seen = set() if seen is None else seen
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, dict):
+            children = list(value.values())
+        elif isinstance(value, (tuple, list, set, frozenset)):
+            children = list(value)
+        else:
+            children = []
+        if hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+            children.extend(vars(value).values())
+        for child in children:
+            yield from tensors_in(child, seen)
+
+
+def replace_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with ``function`` applied to every tensor in its containers."""
+    return tree_map_only(torch.Tensor, function, value)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class BackwardEnd:
+    """Calls ``finished`` when the running backward is done, or ``failed`` when it breaks off.
+
+    Autograd keeps a callback until the backward is over. A backward that raised never calls it,
+    but lets go of it, and that is how the end is noticed.
+    """
+
+    def __init__(self, finished: Callable[[], None], failed: Callable[[], None]) -> None:
+        self._finished = finished
+        self._failed: Callable[[], None] | None = failed
+        torch.autograd.Variable._execution_engine.queue_callback(self)
+
+    def __call__(self) -> None:
+        self._failed = None
+        self._finished()
+
+    def __del__(self) -> None:
+        if self._failed is not None:
+            self._failed()

@@ -1,0 +1,181 @@
+"""Making a unit out of a module: which parameters it manages, where they live, their groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..api import CPUOffload, MixedPrecision
+from .collectives import Group, group_for
+from .flat_param import FlatParamHandle
+from .places import Place, clean_tensor_name, find_places
+from .process_groups import ProcessGroups
+from .unit import Unit, UnitOptions
+
+IsUnit = Callable[[nn.Module], bool]
+
+
+def own_modules(root: nn.Module, is_unit: IsUnit) -> Iterator[nn.Module]:
+    """The modules below ``root``, those in nested units left out."""
+    stack, seen = [root], {root}
+    while stack:
+        module = stack.pop()
+        yield module
+        for child in reversed(module._modules.values()):
+            if child is not None and child not in seen and not is_unit(child):
+                seen.add(child)
+                stack.append(child)
+
+
+def managed_parameters(
+    module: nn.Module, ignored: Collection[nn.Parameter], is_unit: IsUnit
+) -> list[nn.Parameter]:
+    """The parameters a unit around ``module`` manages: not ignored, not in a nested unit.
+
+    A parameter that a nested unit reached but left to its ancestor is found in its modules.
+    """
+    nested: Iterable[Any] = filter(is_unit, module.modules())
+    left = {parameter for unit in nested for parameter in unit._left_to_ancestor}
+    found: dict[nn.Parameter, None] = {}
+    for submodule in module.modules() if left else own_modules(module, is_unit):
+        for parameter in submodule._parameters.values():
+            if parameter is not None and parameter not in ignored:
+                found[parameter] = None
+    if left:
+        own = {
+            p
+            for m in own_modules(module, is_unit)
+            for p in m._parameters.values()
+            if p is not None and p not in ignored
+        }
+        found = {p: None for p in found if p in own or p in left}
+    for parameter in found:
+        owner = getattr(parameter, "_fullshard_unit", None)
+        if owner is not None:
+            name = clean_tensor_name(find_places(module, [parameter])[parameter][0].path)
+            raise ValueError(
+                f"Parameter {name!r} of {type(module).__name__} is shared with the unit around "
+                f"{owner}, which manages it already. Wrap the modules that share it in one unit, "
+                "or let auto_wrap_policy do the wrapping: it gives shared parameters to the unit "
+                "around all of their uses"
+            )
+    return list(found)
+
+
+def group_parameters(
+    parameters: Iterable[nn.Parameter], use_orig_params: bool
+) -> list[list[nn.Parameter]]:
+    """Parameters that can share a flat buffer, together, in order of first appearance."""
+    if not use_orig_params:
+        everything = list(parameters)
+        return [everything] if everything else []
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
+    return list(groups.values())
+
+
+def compute_device(
+    parameters: Iterable[nn.Parameter],
+    device_id: int | torch.device | None,
+    offload: bool,
+    rank: int,
+) -> torch.device:
+    """The device a unit computes on: the one asked for, or where its parameters are."""
+    devices = {p.device for p in parameters if p.device.type != "meta"}
+    if len(devices) > 1:
+        raise RuntimeError(
+            "FSDP only supports single device modules but got params on "
+            f"{sorted(map(str, devices))}"
+        )
+    found = next(iter(devices), None)
+    asked = _as_device(device_id)
+    if asked is not None:
+        if found is not None and found.type != "cpu" and found != asked:
+            raise ValueError(
+                f"Inconsistent compute device and `device_id` on rank {rank}: {found} vs {asked}"
+            )
+        return asked
+    accelerated = torch.accelerator.is_available()
+    if accelerated and (found is None or (offload and found.type == "cpu")):
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return found or torch.device("cpu")
+
+
+def _as_device(device_id: int | torch.device | None) -> torch.device | None:
+    if device_id is None:
+        return None
+    if isinstance(device_id, torch.device):
+        if device_id.type != "cpu" and device_id.index is None:
+            return torch.device(device_id.type, torch.accelerator.current_device_index())
+        return device_id
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
+    # A number names an accelerator; where there is none, programs pass their rank all the same.
+    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, device_id)
+
+
+def broadcast_states(
+    parameters: Iterable[nn.Parameter], buffers: Iterable[torch.Tensor], group: Group, unit: str
+) -> None:
+    """Overwrite parameters and buffers with those of the group's first rank."""
+    tensors = [p.detach() for p in parameters] + [b.detach() for b in buffers]
+    contiguous = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+    group.broadcast(contiguous, unit)
+    for tensor, received in zip(tensors, contiguous, strict=True):
+        if tensor is not received:
+            tensor.copy_(received)
+
+
+def build_unit(
+    module: nn.Module,
+    parameters: list[nn.Parameter],
+    groups: ProcessGroups,
+    device: torch.device,
+    cpu_offload: CPUOffload,
+    options: UnitOptions,
+) -> Unit:
+    """Flatten and shard ``parameters`` of ``module``; the module is changed in place."""
+    places = find_places(module, parameters)
+    precision = options.mixed_precision
+    handles = [
+        _build_handle(module, group, places, groups.shards, device, cpu_offload, options, precision)
+        for group in group_parameters(parameters, options.use_orig_params)
+    ]
+    copies = group_for(groups.copies) if groups.copies is not None else None
+    return Unit(
+        type(module).__name__, module, handles, group_for(groups.shards), copies, device, options
+    )
+
+
+def _build_handle(
+    module: nn.Module,
+    parameters: list[nn.Parameter],
+    places: dict[Any, list[Place]],
+    process_group: Any,
+    device: torch.device,
+    cpu_offload: CPUOffload,
+    options: UnitOptions,
+    precision: MixedPrecision,
+) -> FlatParamHandle:
+    handle = FlatParamHandle(
+        parameters,
+        module,
+        device,
+        options.strategy,
+        cpu_offload.offload_params,
+        precision.param_dtype,
+        precision.reduce_dtype,
+        precision.keep_low_precision_grads,
+        process_group,
+        options.use_orig_params,
+        places=places,
+    )
+    handle.shard()
+    return handle

@@ -1,0 +1,129 @@
+"""The only file that calls c10d: gather, reduce, all-reduce and broadcast, per backend.
+
+Every operation is first agreed on by the ranks of its group (see ``agreement.py``), then issued
+in the cheapest way the group's backend offers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .agreement import Operation, agreement_for
+
+# torch 2.13 renamed the flat collectives; 2.11 has only the old names, and both are methods of
+# a process group, so the warnings of the functions in torch.distributed are not in the way.
+_NEW_NAMES = hasattr(dist.ProcessGroup, "all_gather_single")
+
+
+class Group:
+    """A process group with what the engine asks of it, decided once.
+
+    Stands in for objects that only know ``rank()`` and ``size()``, up to the first collective.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self._agreement = agreement_for(group) if isinstance(group, dist.ProcessGroup) else None
+        self._gloo = "gloo" in _backend_name(group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        return self
+
+    def __reduce__(self) -> Any:
+        if not dist.is_initialized() or self.group is not dist.group.WORLD:
+            raise TypeError(
+                "A unit can be pickled when it uses the default process group; this one uses a "
+                "group of its own, which another process would not know"
+            )
+        return _default_group, ()
+
+    def agree(self, verb: str, unit: str, begins_pass: bool = False) -> None:
+        """Return when all ranks are known to do this next."""
+        if self._agreement is not None:
+            self._agreement.settle(Operation(verb, unit), begins_pass)
+
+    def wait(self, work: Any) -> None:
+        """Wait for what an operation returned (on an accelerator: order the current stream)."""
+        if work is None:
+            return
+        if self._agreement is not None and self._gloo:
+            self._agreement.wait(work)
+        else:
+            work.wait()
+
+    def gather(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], unit: str
+    ) -> Any:
+        """Start filling each output with all ranks' inputs, in one launch."""
+        self.agree("gather", unit)
+        if len(outputs) == 1:
+            if _NEW_NAMES:
+                return self.group.all_gather_single(outputs[0], inputs[0])
+            return self.group._allgather_base(outputs[0], inputs[0])
+        if _NEW_NAMES:
+            return self.group.all_gather_single_coalesced(list(outputs), list(inputs))
+        return self.group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
+
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, unit: str) -> None:
+        """Sum ``full`` over the ranks and leave this rank's slice in ``output``.
+
+        ``full`` is scratch afterwards. Over gloo the sum is made of an all-to-all and a local
+        addition, which takes 0.6 times as long as gloo's own reduce-scatter or less.
+        """
+        self.agree("reduce", unit)
+        if self._gloo:
+            received = torch.empty_like(full)
+            self.wait(self.group.alltoall_base(received, full, [], []))
+            chunks = received.view(self.size, -1)
+            torch.add(chunks[0], chunks[1], out=output)
+            for chunk in chunks[2:]:
+                output.add_(chunk)
+        elif _NEW_NAMES:
+            self.wait(self.group.reduce_scatter_single(output, full))
+        else:
+            self.wait(self.group._reduce_scatter_base(output, full))
+
+    def all_reduce(self, tensor: torch.Tensor, unit: str, verb: str = "all-reduce") -> None:
+        """Sum ``tensor`` over the ranks, in place."""
+        if self.size == 1:
+            return
+        self.agree(verb, unit)
+        self.wait(self.group.allreduce([tensor]))
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], unit: str) -> None:
+        """Overwrite each tensor with that of the group's first rank."""
+        if self.size == 1:
+            return
+        self.agree("broadcast", unit)
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        for tensor in tensors:
+            self.wait(self.group.broadcast([tensor], options))
+
+
+_groups: dict[int, Group] = {}
+
+
+def group_for(group: Any) -> Group:
+    """The :class:`Group` of a process group; all units that use it share one."""
+    known = _groups.get(id(group))
+    if known is None or known.group is not group:
+        known = _groups[id(group)] = Group(group)
+    return known
+
+
+def _default_group() -> Group:
+    return group_for(dist.group.WORLD)
+
+
+def _backend_name(group: Any) -> str:
+    if not isinstance(group, dist.ProcessGroup):
+        return ""
+    name: str = dist.get_backend(group)
+    return name

@@ -1,0 +1,174 @@
+"""What one kind of device has and another lacks: streams, events, pinned memory.
+
+The engine speaks of three lines of work: *compute* (the user's current stream), *gather* and
+*reduce*. On a CPU they are one and the same and nearly everything here is a no-op.
+
+Note: memory and streams
+    Full buffers are allocated on the gather line. When compute is done with one, its block may
+    serve the next gather, which must then wait for that compute. Were the newest block handed
+    out at once, gather(u+1) would wait for compute(u) and nothing would overlap; so a block is
+    given back one unit late: gather(u+1) writes where unit u-1 was and waits for compute(u-1)
+    only. The host never blocks, and when it runs ahead it reuses those two blocks instead of
+    asking for more: that is what ``limit_all_gathers`` promises. Without the limit the allocator
+    holds a block back until compute has passed it, and no gather waits.
+
+    Reduce buffers are allocated on the compute line and freed there, after compute has waited for
+    the reduce that read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+class Releasable(Protocol):
+    """A buffer that can give its memory back."""
+
+    flat: torch.Tensor
+
+    def release(self) -> None: ...
+
+
+class HostLines:
+    """One line of work: everything happens in the order it is written down."""
+
+    #: Whether work handed to a line may still be running when the call returns.
+    runs_ahead = False
+    _nothing = contextlib.nullcontext()
+
+    def on_gather(self) -> contextlib.AbstractContextManager[Any]:
+        """Work inside the context goes to the gather line."""
+        return self._nothing
+
+    def on_reduce(self) -> contextlib.AbstractContextManager[Any]:
+        """Work inside the context goes to the reduce line."""
+        return self._nothing
+
+    def gather_may_write(self) -> None:
+        """Order the gather line behind the compute that last used the memory it will get."""
+
+    def gather_after_compute(self) -> None:
+        """Order the gather line behind everything compute has been given (an optimizer step)."""
+
+    def mark_gathered(self) -> Any:
+        """A mark that :meth:`compute_after` waits for."""
+        return None
+
+    def compute_after(self, mark: Any) -> None:
+        """Order compute behind ``mark``."""
+
+    def reduce_after_compute(self) -> None:
+        """Order the reduce line behind everything compute has been given."""
+
+    def compute_after_reduces(self) -> None:
+        """Order compute behind everything the reduce line has been given."""
+
+    def host_after_reduces(self) -> None:
+        """Block the host until the reduce line is empty (gradients that rest on the host)."""
+
+    def give_back(self, buffers: Sequence[Releasable], limited: bool) -> None:
+        """Release one unit's buffers as soon as compute is done with them."""
+        for buffer in buffers:
+            buffer.release()
+
+    def take_again(self, buffers: Sequence[Releasable]) -> None:
+        """Cancel a release that is still owed, because the buffers are about to be refilled."""
+
+    def settle(self) -> None:
+        """Carry out every release that is still owed."""
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor in memory from which the device copies asynchronously."""
+        return tensor
+
+
+class AcceleratorLines(HostLines):
+    """Three streams of one accelerator, ordered by events."""
+
+    runs_ahead = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        module = torch.get_device_module(device)
+        self._compute: Callable[[torch.device], Any] = module.current_stream
+        self._event: Callable[[], Any] = module.Event
+        # High priority: communication should start the moment its input is ready.
+        self._gather = module.Stream(device, priority=-1)
+        self._reduce = module.Stream(device, priority=-1)
+        self._owed: tuple[Sequence[Releasable], Any] | None = None
+        self._reusable_after: Any = None
+
+    def on_gather(self) -> contextlib.AbstractContextManager[Any]:
+        return self._gather
+
+    def on_reduce(self) -> contextlib.AbstractContextManager[Any]:
+        return self._reduce
+
+    def _mark(self, stream: Any) -> Any:
+        event = self._event()
+        event.record(stream)
+        return event
+
+    def gather_may_write(self) -> None:
+        if self._reusable_after is not None:
+            self._gather.wait_event(self._reusable_after)
+            self._reusable_after = None
+
+    def gather_after_compute(self) -> None:
+        self._gather.wait_event(self._mark(self._compute(self._device)))
+
+    def mark_gathered(self) -> Any:
+        return self._mark(self._gather)
+
+    def compute_after(self, mark: Any) -> None:
+        self._compute(self._device).wait_event(mark)
+
+    def reduce_after_compute(self) -> None:
+        self._reduce.wait_event(self._mark(self._compute(self._device)))
+
+    def compute_after_reduces(self) -> None:
+        self._compute(self._device).wait_event(self._mark(self._reduce))
+
+    def host_after_reduces(self) -> None:
+        self._reduce.synchronize()
+
+    def give_back(self, buffers: Sequence[Releasable], limited: bool) -> None:
+        compute = self._compute(self._device)
+        if not limited:
+            for buffer in buffers:
+                buffer.flat.record_stream(compute)
+                buffer.release()
+            return
+        self.settle()
+        self._owed = (buffers, self._mark(compute))
+
+    def take_again(self, buffers: Sequence[Releasable]) -> None:
+        if self._owed is not None and self._owed[0] and self._owed[0][0] in buffers:
+            self._reusable_after = self._owed[1]
+            self._owed = None
+
+    def settle(self) -> None:
+        if self._owed is not None:
+            buffers, self._reusable_after = self._owed
+            self._owed = None
+            for buffer in buffers:
+                buffer.release()
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory()
+
+
+_lines: dict[torch.device, HostLines] = {}
+
+
+def lines_for(device: torch.device) -> HostLines:
+    """The lines of ``device``; all units on a device share them."""
+    lines = _lines.get(device)
+    if lines is None:
+        lines = HostLines() if device.type in ("cpu", "meta") else AcceleratorLines(device)
+        _lines[device] = lines
+    return lines

@@ -1,0 +1,414 @@
+"""FlatParameter and FlatParamHandle: one group's shard, full buffer, reduce buffer and views.
+
+A handle owns its tensors and knows nothing of when things happen; ``unit.py`` does. It never
+communicates: it offers the buffers that a unit hands to the collectives.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..api import ShardingStrategy, adopt
+from .buffers import FullBuffer, StandingBuffer
+from .layout import FlatParamShardMetadata, Layout, Piece, alignment_elements
+from .places import Place, find_places
+
+#: Environment variables, by the names under which programs look them up.
+_FSDP_SKIP_WRITEBACK_CHECK = "FSDP_SKIP_WRITEBACK_CHECK"
+_FSDP_USE_FULL_PREC_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
+
+HandleShardingStrategy = ShardingStrategy
+
+
+class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch.Tensor) and getattr(instance, "_is_flat_param", False)
+
+
+class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
+    """The parameter that stands for a group: its data is this rank's shard.
+
+    The object is a plain ``nn.Parameter`` with facts attached, because optimizers choose their
+    fast paths by exact type; ``isinstance(p, FlatParameter)`` tells one from the others.
+    ``_fqns``, ``_shapes``, ``_numels`` and ``_params`` describe the original parameters
+    (``_params`` is None unless the originals stay visible).
+    """
+
+    _fqns: tuple[str, ...]
+    _shapes: tuple[torch.Size, ...]
+    _numels: tuple[int, ...]
+    _params: list[nn.Parameter] | None
+    _shard_param_infos: tuple[Piece, ...]
+
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> FlatParameter:
+        flat: Any = nn.Parameter(data, requires_grad=requires_grad)
+        flat._is_flat_param = True
+        return flat
+
+
+class Dtypes(NamedTuple):
+    """What a group is kept, computed and reduced in."""
+
+    shard: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+
+class FlatParamHandle:
+    """Owns one group's memory.
+
+    ``params`` are flattened on construction; :meth:`shard` then keeps this rank's part only.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        fully_sharded_module: nn.Module,
+        device: torch.device,
+        sharding_strategy: ShardingStrategy,
+        offload_params: bool,
+        mp_param_dtype: torch.dtype | None,
+        mp_reduce_dtype: torch.dtype | None,
+        keep_low_precision_grads: bool,
+        process_group: Any,
+        use_orig_params: bool,
+        fsdp_extension: Any = None,
+        *,
+        places: dict[Any, list[Place]] | None = None,
+    ) -> None:
+        self.params = list(dict.fromkeys(params))
+        if not self.params:
+            raise ValueError("Cannot construct a FlatParamHandle with an empty parameter list")
+        _check_uniform(self.params, use_orig_params)
+        self.module = fully_sharded_module
+        self.device = device
+        self.strategy = adopt(sharding_strategy, ShardingStrategy, "sharding_strategy")
+        self.keep_low_precision_grads = keep_low_precision_grads
+        self.use_orig_params = use_orig_params
+        self.offload = offload_params and device.type != "cpu"
+        self.skip_writeback_check = os.environ.get(_FSDP_SKIP_WRITEBACK_CHECK) == "1"
+        self.is_sharded = False
+        #: Whether the gradients that the user sees are unreduced ones (see ``no_sync``).
+        self.local_gradients = False
+        shards = self.strategy is not ShardingStrategy.NO_SHARD
+        self.rank: int = process_group.rank() if shards else 0
+        self._mixed_precision = (mp_param_dtype, mp_reduce_dtype)
+        self._buffers: dict[tuple[torch.dtype, bool], FullBuffer] = {}
+        if places is None:
+            places = find_places(fully_sharded_module, self.params)
+        self.places = [places[p] for p in self.params]
+        self._set_dtypes(self.params[0].dtype)
+        self.layout = self._pack(process_group.size() if shards else 1)
+        self.pieces = self.layout.pieces(self.rank)
+        self._cut_sizes, self._cut_positions = self._cuts()
+        self._flatten()
+
+    # -- construction -------------------------------------------------------------------------
+
+    def _set_dtypes(self, dtype: torch.dtype) -> None:
+        compute, reduce = self._mixed_precision if dtype.is_floating_point else (None, None)
+        compute = compute or dtype
+        self.dtypes = Dtypes(dtype, compute, reduce or compute)
+
+    def _pack(self, world_size: int) -> Layout:
+        alignment = alignment_elements(self.dtypes.compute.itemsize) if self.use_orig_params else 1
+        return Layout.pack(
+            [places[0].path for places in self.places],
+            [p.shape for p in self.params],
+            [_flat_stride(p) for p in self.params],
+            world_size=world_size,
+            alignment=alignment,
+        )
+
+    def _flatten(self) -> None:
+        first = self.params[0]
+        with torch.no_grad():
+            flat = torch.zeros(self.layout.padded_numel, dtype=first.dtype, device=first.device)
+            for slot, parameter in zip(self.layout.slots, self.params, strict=True):
+                flat.as_strided(slot.shape, slot.stride, slot.offset).copy_(parameter)
+        self.shard_tensor = flat
+        self.flat_param = FlatParameter(
+            flat[: self.layout.numel], requires_grad=any(p.requires_grad for p in self.params)
+        )
+        self._describe()
+        if not self.use_orig_params:
+            for place in (place for places in self.places for place in places):
+                del place.module._parameters[place.name]
+            self.module.register_parameter("_flat_param", self.flat_param)
+        self._bind()
+
+    def _cuts(self) -> tuple[list[int], list[tuple[int, int]]]:
+        """Sizes that cut a shard at its pieces' ends, and which part belongs to which parameter."""
+        sizes: list[int] = []
+        positions: list[tuple[int, int]] = []
+        position = 0
+        for index, piece in enumerate(self.pieces):
+            if piece.in_shard:
+                sizes.append(piece.offset - position)
+                positions.append((index, len(sizes)))
+                sizes.append(piece.numel)
+                position = piece.offset + piece.numel
+        sizes.append(self.layout.shard_numel - position)
+        return sizes, positions
+
+    def _describe(self) -> None:
+        flat: Any = self.flat_param
+        flat._is_flat_param = True
+        flat._fqns = tuple(slot.name for slot in self.layout.slots)
+        flat._shapes = tuple(torch.Size(slot.shape) for slot in self.layout.slots)
+        flat._numels = tuple(slot.numel for slot in self.layout.slots)
+        flat._params = self.params if self.use_orig_params else None
+        flat._shard_param_infos = self.pieces
+        for parameter in self.params:
+            parameter._fullshard_unit = type(self.module).__name__  # type: ignore[attr-defined]
+
+    # -- sharding -----------------------------------------------------------------------------
+
+    def shard(self) -> None:
+        """Keep this rank's part of the flat buffer and give the rest back."""
+        shard = self.shard_tensor
+        if self.layout.world_size > 1:
+            start = self.rank * self.layout.shard_numel
+            shard = shard[start : start + self.layout.shard_numel].clone()
+        self.is_sharded = self.strategy is not ShardingStrategy.NO_SHARD
+        self.adopt_shard(shard.to("cpu") if self.offload else shard)
+
+    def adopt_shard(self, shard: torch.Tensor) -> None:
+        """Let ``shard`` be the persistent storage; parameters and buffers follow."""
+        self.shard_tensor = shard
+        self.flat_param.data = shard
+        self.forget_buffers()
+        self._set_dtypes(shard.dtype)
+        self._bind()
+
+    def rebind(self) -> None:
+        """Point parameters at the shard again after somebody else pointed them elsewhere."""
+        self._describe()
+        self._bind()
+
+    def converted(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Follow ``module.to(...)`` and its like, which converted each parameter on its own."""
+        for index, places in enumerate(self.places if self.use_orig_params else ()):
+            found = places[0].module._parameters[places[0].name]
+            if found is not None:
+                self.params[index] = found
+        if not self.use_orig_params:
+            flat: Any = self.module._parameters["_flat_param"]
+            self.flat_param = flat
+        shard = convert(self.shard_tensor)
+        if self.offload:
+            shard = shard.to("cpu")
+        else:
+            self.device = shard.device
+        self.forget_buffers()
+        self._describe()
+        self.adopt_shard(shard)
+
+    def _bind(self) -> None:
+        """Point every original parameter at its piece of the shard, and show it."""
+        shard = self.shard_tensor
+        if self.is_sharded:
+            self.sharded = [shard[p.offset : p.offset + p.numel] for p in self.pieces]
+        else:
+            self.sharded = [
+                shard.as_strided(s.shape, s.stride, s.offset) for s in self.layout.slots
+            ]
+        if self.use_orig_params:
+            for parameter, view in zip(self.params, self.sharded, strict=True):
+                parameter.data = view
+        pairs = [
+            (*pair, index)
+            for index, places in enumerate(self.places)
+            for place in places
+            for pair in place.containers(self.use_orig_params)
+        ]
+        self._containers = [container for container, _, _ in pairs]
+        self._keys = [key for _, key, _ in pairs]
+        self._indices = [index for _, _, index in pairs]
+        self._remember()
+        self.show_sharded()
+
+    def _remember(self) -> None:
+        """Keep what is compared, before each use, with what the user may have replaced."""
+        visible: Sequence[Any] = self.params if self.use_orig_params else self.sharded
+        self._visible = [visible[index] for index in self._indices]
+        watched = self.params if self.use_orig_params else [self.flat_param]
+        self._watched = watched
+        self._addresses = list(map(torch.Tensor.data_ptr, watched))
+
+    def _get_shard_metadata(self, start: int, end: int) -> tuple[Piece, ...]:
+        """Pieces for the inclusive range ``start..end`` of the unsharded buffer."""
+        return self.layout.pieces_between(start, end + 1)
+
+    def shard_metadata(self) -> FlatParamShardMetadata:
+        """The original parameters that this rank's shard touches."""
+        return self.layout.metadata(self.flat_param._shard_param_infos)
+
+    # -- swapping -----------------------------------------------------------------------------
+
+    def show(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Put one tensor per parameter where the module's code looks for it."""
+        for container, key, index in zip(self._containers, self._keys, self._indices, strict=True):
+            container[key] = tensors[index]
+
+    def show_sharded(self) -> None:
+        """Put this rank's pieces back."""
+        for container, key, visible in zip(
+            self._containers, self._keys, self._visible, strict=True
+        ):
+            container[key] = visible
+
+    def shows(self, tensors: Sequence[torch.Tensor], buffer: FullBuffer) -> bool:
+        """Whether exactly these objects are in place, still lying in ``buffer``."""
+        expected = map(tensors.__getitem__, self._indices)
+        found = map(operator.getitem, self._containers, self._keys)
+        if any(map(operator.is_not, found, expected)):
+            return False
+        addresses = map(torch.Tensor.data_ptr, tensors)
+        return not any(map(operator.ne, addresses, map(torch.Tensor.data_ptr, buffer.views)))
+
+    # -- write-back ---------------------------------------------------------------------------
+
+    def write_back(self) -> None:
+        """Take over parameters, or their data, that the user replaced since the last use.
+
+        When nothing was replaced this is two passes over C functions: object identity and
+        addresses of the parameters the user can reach.
+        """
+        if self.skip_writeback_check:
+            return
+        if list(map(torch.Tensor.data_ptr, self._watched)) == self._addresses:
+            found = map(operator.getitem, self._containers, self._keys)
+            if not any(map(operator.is_not, found, self._visible)):
+                return
+        if self.use_orig_params:
+            self._take_over_parameters()
+        else:
+            self._take_over_flat()
+
+    def _take_over_flat(self) -> None:
+        flat = self.flat_param.data
+        check_shape("parameter", self.module, self.shard_tensor, flat)
+        self.adopt_shard(flat.contiguous())
+
+    def _take_over_parameters(self) -> None:
+        with torch.no_grad():
+            for index, (places, view) in enumerate(zip(self.places, self.sharded, strict=True)):
+                old = self.params[index]
+                found = [place.module._parameters.get(place.name) for place in places]
+                new = next((p for p in found if p is not None and p is not old), old)
+                if new is old and old.data_ptr() == view.data_ptr():
+                    continue
+                check_shape("parameter", places[0], view, new)
+                view.copy_(new.detach())
+                new.data = view
+                self.params[index] = new
+        self._remember()
+        self.show_sharded()
+
+    # -- buffers ------------------------------------------------------------------------------
+
+    def buffer(self, dtype: torch.dtype, reduce: bool = False) -> FullBuffer:
+        """The full (or the reduce) buffer of ``dtype``, made at its first use."""
+        buffer = self._buffers.get((dtype, reduce))
+        if buffer is None:
+            if self.layout.world_size == 1 and self._stands(dtype) and not reduce:
+                buffer = StandingBuffer(self.layout, self.shard_tensor)
+            else:
+                buffer = FullBuffer(self.layout, dtype, self.device)
+            self._buffers[dtype, reduce] = buffer
+        return buffer
+
+    def _stands(self, dtype: torch.dtype) -> bool:
+        return dtype == self.dtypes.shard and self.shard_tensor.device == self.device
+
+    def forget_buffers(self) -> None:
+        """Make new buffers at the next use."""
+        self._buffers.clear()
+
+    def gather_input(self, buffer: FullBuffer) -> torch.Tensor:
+        """What this rank contributes to a gather into ``buffer``, in its dtype, on its device."""
+        shard = self.shard_tensor
+        if shard.dtype == buffer.flat.dtype and shard.device == buffer.flat.device:
+            return shard
+        # Cast (or upload) straight into this rank's slice: no memory beside the buffer's own.
+        mine = buffer.shards[self.rank]
+        mine.copy_(shard, non_blocking=True)
+        return mine
+
+    def cut(self, flat: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """``flat`` (a shard, or all of it when nothing is sharded) cut along the parameters.
+
+        Pairs of parameter index and piece; parameters without a piece here are left out.
+        """
+        if not self.is_sharded:
+            slots = enumerate(self.layout.slots)
+            return [(i, flat.as_strided(s.shape, s.stride, s.offset)) for i, s in slots]
+        parts = flat.split_with_sizes(self._cut_sizes)
+        return [(index, parts[position]) for index, position in self._cut_positions]
+
+    # -- the user's view ----------------------------------------------------------------------
+
+    @property
+    def trainable(self) -> list[bool]:
+        """Per parameter, whether it takes part in training now."""
+        if self.use_orig_params:
+            return [p.requires_grad for p in self.params]
+        return [self.flat_param.requires_grad] * len(self.params)
+
+    # -- copies and pickles -------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a handle is, without the views and buffers that follow from it."""
+        derived = ("_buffers", "sharded", "_containers", "_keys", "_visible", "_watched")
+        return {key: value for key, value in self.__dict__.items() if key not in derived}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._buffers = {}
+        self.flat_param.data = self.shard_tensor
+        self.rebind()
+
+
+def _check_uniform(params: Sequence[nn.Parameter], use_orig_params: bool) -> None:
+    dtypes = {p.dtype for p in params}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"Must flatten tensors with uniform dtype but got {sorted(map(str, dtypes))}"
+        )
+    if not use_orig_params:
+        if len({p.requires_grad for p in params}) > 1:
+            raise ValueError(
+                "Must flatten tensors with uniform requires_grad when use_orig_params=False"
+            )
+        if not params[0].dtype.is_floating_point and not params[0].dtype.is_complex:
+            raise ValueError("Cannot flatten integer dtype tensors")
+
+
+def check_shape(what: str, where: Any, expected: torch.Tensor, given: torch.Tensor) -> None:
+    """Refuse a replacement whose shape is not that of this rank's piece."""
+    if expected.shape != given.shape:
+        path = where.path if isinstance(where, Place) else type(where).__name__
+        raise RuntimeError(
+            f"Cannot writeback when the {what} shape changes\n"
+            f"Expects {expected.shape} but got {given.shape} for {path}: outside forward a rank "
+            "may replace its own piece only; use summon_full_params to change whole parameters"
+        )
+
+
+def _flat_stride(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The stride under which the flattened parameter is seen: channels_last is kept."""
+    for dimensions, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if (
+            parameter.dim() == dimensions
+            and parameter.is_contiguous(memory_format=memory_format)
+            and not parameter.is_contiguous()
+        ):
+            return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()

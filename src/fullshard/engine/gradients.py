@@ -1,0 +1,251 @@
+"""From a group's full gradients to the gradients that the user's optimizer sees.
+
+Note: absent gradients
+    A parameter that no rank used has no gradient, and an optimizer must not step it; one that
+    some rank used has one on every rank. A rank marks the place of a parameter it did not use
+    with negative zeros. Their sum stays negative zero only if every rank did so, for any other
+    summand, zero included, turns it positive. A rank that used the parameter need not look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from .collectives import Group
+from .flat_param import FlatParamHandle, check_shape
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+class Staged(NamedTuple):
+    """A group's full gradients in one buffer, ready to be reduced."""
+
+    handle: FlatParamHandle
+    flat: torch.Tensor
+    absent: list[int]
+
+    def release(self) -> None:
+        if self.handle.is_sharded:
+            self.handle.buffer(self.flat.dtype, reduce=True).release()
+
+
+class Average(NamedTuple):
+    """How gradients become the mean over all ranks: divided before and after they are summed."""
+
+    shards: Group
+    copies: Group | None
+    before: float
+    after: float
+
+    @classmethod
+    def over(cls, shards: Group, copies: Group | None, dtype: torch.dtype) -> Average:
+        ranks = shards.size * (copies.size if copies else 1)
+        before = 1.0
+        if dtype is torch.float16:
+            # Half of the range's exponent on either side of the sum: neither end overflows.
+            while ranks % (before * 2) == 0 and before * before < ranks:
+                before *= 2
+        return cls(shards, copies, before, ranks / before)
+
+
+def stage(handle: FlatParamHandle, gradients: Gradients, trainable: Sequence[bool]) -> Staged:
+    """Copy the gradients into a reduce buffer, casting on the way."""
+    dtype = handle.dtypes.reduce
+    if handle.is_sharded:
+        buffer = handle.buffer(dtype, reduce=True)
+        buffer.allocate()
+        flat, places, gaps = buffer.alias, buffer.writable, buffer.gaps
+    else:
+        flat = torch.empty(handle.layout.padded_numel, dtype=dtype, device=handle.device)
+        places = [flat.as_strided(s.shape, s.stride, s.offset) for s in handle.layout.slots]
+        gaps = [flat[start:end] for start, end in handle.layout.gaps()]
+    if gaps and not handle.use_orig_params:
+        torch._foreach_zero_(gaps)
+    present = [gradient for gradient in gradients if gradient is not None]
+    absent: list[int] = []
+    if len(present) < len(gradients):
+        absent = [index for index, gradient in enumerate(gradients) if gradient is None]
+        for index in absent:
+            places[index].fill_(-0.0)
+        places = [p for p, g in zip(places, gradients, strict=True) if g is not None]
+        absent = [index for index in absent if trainable[index]]
+    torch._foreach_copy_(places, present)
+    return Staged(handle, flat, absent)
+
+
+def reduce(staged: Staged, average: Average, unit: str) -> torch.Tensor:
+    """The mean of the staged gradients over all ranks: this rank's shard of it, or all of it."""
+    handle, flat = staged.handle, staged.flat
+    if average.before != 1.0:
+        flat.div_(average.before)
+    if handle.is_sharded:
+        reduced = torch.empty(handle.layout.shard_numel, dtype=flat.dtype, device=flat.device)
+        average.shards.reduce_scatter(reduced, flat, unit)
+    else:
+        average.shards.all_reduce(flat, unit)
+        reduced = flat
+    if average.copies is not None:
+        average.copies.all_reduce(reduced, unit)
+    if average.after != 1.0:
+        reduced.div_(average.after)
+    return reduced
+
+
+class Maybe(NamedTuple):
+    """A reduced gradient that is all negative zero if no rank used the parameter."""
+
+    handle: FlatParamHandle
+    parameter: nn.Parameter
+    gradient: torch.Tensor
+
+
+def deliver(handle: FlatParamHandle, reduced: torch.Tensor, absent: Sequence[int]) -> list[Maybe]:
+    """Put reduced gradients on the parameters that the optimizer holds.
+
+    Returns the gradients of which this rank cannot tell whether any rank has them.
+    """
+    if not handle.keep_low_precision_grads:
+        reduced = reduced.to(handle.dtypes.shard)
+    if handle.offload:
+        reduced = reduced.to("cpu", non_blocking=True)
+    if not handle.use_orig_params:
+        _add(handle, [(handle.flat_param, reduced)])
+        return []
+    cut = handle.cut(reduced)
+    missing = set(absent)
+    _add(handle, [(handle.params[i], piece) for i, piece in cut if i not in missing])
+    return [Maybe(handle, handle.params[i], piece) for i, piece in cut if i in missing]
+
+
+def deliver_own(handle: FlatParamHandle, gradients: Gradients) -> None:
+    """Put this rank's gradients on the parameters as they are: there is no other rank."""
+    dtype = handle.dtypes.reduce if handle.keep_low_precision_grads else handle.dtypes.shard
+    device = handle.shard_tensor.device
+    pairs = zip(handle.params, gradients, strict=True)
+    _add(handle, [(p, g.to(device, dtype)) for p, g in pairs if g is not None])
+
+
+def settle(undecided: Sequence[Maybe]) -> None:
+    """Deliver those gradients that some rank has; the others stay as they are."""
+    if not undecided:
+        return
+    absent = torch.stack([(m.gradient.signbit() & (m.gradient == 0)).all() for m in undecided])
+    for maybe, is_absent in zip(undecided, absent.tolist(), strict=True):
+        if not is_absent:
+            _add(maybe.handle, [(maybe.parameter, maybe.gradient)])
+
+
+def _add(handle: FlatParamHandle, pairs: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    old: list[torch.Tensor] = []
+    new: list[torch.Tensor] = []
+    for parameter, gradient in pairs:
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            set_gradient(parameter, gradient)
+        else:
+            check_shape("gradient", handle.module, gradient, parameter.grad)
+            old.append(parameter.grad)
+            new.append(gradient)
+    if old:
+        torch._foreach_add_(old, new)
+
+
+def set_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """``parameter.grad = gradient``, also where shape or dtype are not the parameter's own.
+
+    Whole gradients beside sharded parameters (``no_sync``) and low-precision gradients are such
+    cases; torch compares them with the parameter's data at the moment of assignment only.
+    """
+    if parameter.shape == gradient.shape and parameter.dtype == gradient.dtype:
+        parameter.grad = gradient
+        return
+    data = parameter.data
+    parameter.data = gradient
+    parameter.grad = gradient
+    parameter.data = data
+
+
+# -- gradients that stay local (no_sync) --------------------------------------------------------
+
+
+def keep_local(handle: FlatParamHandle, gradients: Gradients) -> None:
+    """Add unreduced gradients, whole and in compute precision, to those the user sees."""
+    if not handle.local_gradients:
+        _make_whole(handle)
+        handle.local_gradients = True
+    if not handle.use_orig_params:
+        gradients = [_flatten(handle, gradients)]
+    for parameter, gradient in zip(_visible(handle), gradients, strict=True):
+        if gradient is None:
+            continue
+        if parameter.grad is None:
+            # A copy: autograd may hand the same tensor to somebody else as well.
+            set_gradient(parameter, gradient.clone())
+        else:
+            parameter.grad.add_(gradient)
+
+
+def take_local(handle: FlatParamHandle, gradients: Gradients) -> Gradients:
+    """``gradients`` plus those kept locally before, which the user sees no longer."""
+    if not handle.local_gradients:
+        return gradients
+    handle.local_gradients = False
+    kept: list[torch.Tensor | None] = [p.grad for p in _visible(handle)]
+    for parameter in _visible(handle):
+        parameter.grad = None
+    if not handle.use_orig_params:
+        flat = kept[0]
+        if flat is None:
+            return gradients
+        kept = [flat.as_strided(s.shape, s.stride, s.offset) for s in handle.layout.slots]
+    return [_sum(old, new) for old, new in zip(kept, gradients, strict=True)]
+
+
+def _visible(handle: FlatParamHandle) -> Sequence[nn.Parameter]:
+    return handle.params if handle.use_orig_params else [handle.flat_param]
+
+
+def _sum(old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:
+    if old is None or new is None:
+        return new if old is None else old
+    return old.add_(new)
+
+
+def _flatten(handle: FlatParamHandle, gradients: Gradients) -> torch.Tensor:
+    flat = torch.zeros(handle.layout.numel, dtype=handle.dtypes.compute, device=handle.device)
+    for slot, gradient in zip(handle.layout.slots, gradients, strict=True):
+        if gradient is not None:
+            flat.as_strided(slot.shape, slot.stride, slot.offset).copy_(gradient)
+    return flat
+
+
+def _make_whole(handle: FlatParamHandle) -> None:
+    """Turn reduced gradients that are there already into whole ones that reduce to the same.
+
+    A rank's shard, times the number of ranks that will be averaged over, stands in its own place
+    and zeros elsewhere: the mean over the ranks gives every shard back.
+    """
+    layout, dtype = handle.layout, handle.dtypes.compute
+    for index, parameter in enumerate(_visible(handle)):
+        if parameter.grad is None:
+            continue
+        reduced = parameter.grad.to(handle.device, dtype)
+        if not handle.is_sharded:
+            whole = reduced.clone()
+        elif handle.use_orig_params:
+            slot, piece = layout.slots[index], handle.pieces[index]
+            flat = torch.zeros(slot.numel, dtype=dtype, device=handle.device)
+            flat[piece.start : piece.start + piece.numel] = reduced * layout.world_size
+            whole = flat.as_strided(slot.shape, slot.stride)
+        else:
+            whole = torch.zeros(layout.padded_numel, dtype=dtype, device=handle.device)
+            start = handle.rank * layout.shard_numel
+            whole[start : start + layout.shard_numel] = reduced * layout.world_size
+            whole = whole[: layout.numel]
+        parameter.grad = None
+        set_gradient(parameter, whole)

@@ -1,0 +1,60 @@
+"""Casting at a unit's border: inputs to compute precision, buffers to theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .autograd import replace_tensors
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with its floating-point tensors in ``dtype``; gradients flow back through it."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return replace_tensors(value, cast)
+
+
+def move(value: Any, device: torch.device) -> Any:
+    """``value`` with its tensors on ``device``."""
+    return replace_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+class BufferPrecision:
+    """Keeps a unit's buffers in their compute dtype, and knows the dtype they came in."""
+
+    def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        self._lowered = False
+        self._original: list[tuple[nn.Module, str, torch.dtype]] = []
+        if dtype is not None:
+            self._original = [
+                (module, name, buffer.dtype)
+                for module in modules
+                for name, buffer in module._buffers.items()
+                if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype
+            ]
+
+    def lower(self) -> None:
+        """Cast buffers to the compute dtype."""
+        if not self._lowered:
+            for module, name, _ in self._original:
+                self._cast(module, name, self._dtype)
+            self._lowered = True
+
+    def restore(self) -> None:
+        """Cast buffers back to the dtype in which the user registered them."""
+        if self._lowered:
+            for module, name, dtype in self._original:
+                self._cast(module, name, dtype)
+            self._lowered = False
+
+    def _cast(self, module: nn.Module, name: str, dtype: torch.dtype | None) -> None:
+        buffer = module._buffers[name]
+        if buffer is not None:
+            module._buffers[name] = buffer.to(dtype)

@@ -1,0 +1,107 @@
+"""Which ranks share shards and which keep copies: from what the user gave to two groups."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..api import HYBRID_STRATEGIES, ShardingStrategy
+
+
+class ProcessGroups(NamedTuple):
+    """``shards`` split a unit between them; ``copies``, if any, hold the same shard."""
+
+    shards: Any
+    copies: Any | None
+
+    @property
+    def argument(self) -> Any:
+        """What to pass as ``process_group`` so that a nested unit uses the same groups."""
+        return self.shards if self.copies is None else (self.shards, self.copies)
+
+
+def resolve_groups(
+    process_group: Any, device_mesh: Any, strategy: ShardingStrategy
+) -> ProcessGroups:
+    """Read the groups off a process group, a pair of them, a device mesh, or the default."""
+    if process_group is not None and device_mesh is not None:
+        raise ValueError("Cannot pass both process_group and device_mesh at the same time.")
+    if strategy in HYBRID_STRATEGIES:
+        return _hybrid(process_group, device_mesh, strategy)
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise ValueError(
+                f"{strategy} takes a 1-D device mesh, but got one of {device_mesh.ndim} "
+                "dimensions; pass the dimension to shard over (mesh['name']), or use HYBRID_SHARD"
+            )
+        return ProcessGroups(device_mesh.get_group(), None)
+    if isinstance(process_group, tuple):
+        raise ValueError(
+            f"{strategy} takes one process group, but got a pair of them; a pair (shards, copies) "
+            "is for HYBRID_SHARD and _HYBRID_SHARD_ZERO2"
+        )
+    if process_group is None:
+        process_group = _default_group()
+    return ProcessGroups(process_group, None)
+
+
+def _hybrid(process_group: Any, device_mesh: Any, strategy: ShardingStrategy) -> ProcessGroups:
+    if device_mesh is not None:
+        if device_mesh.ndim != 2:
+            raise ValueError(
+                f"{strategy} takes a 2-D device mesh (copies by shards), but got one of "
+                f"{device_mesh.ndim} dimensions"
+            )
+        return ProcessGroups(device_mesh.get_group(1), device_mesh.get_group(0))
+    if process_group is None:
+        return _by_node(_default_group())
+    if isinstance(process_group, tuple) and len(process_group) == 2:
+        return ProcessGroups(*process_group)
+    raise ValueError(
+        "Expected process_group to be passed in as either None or a pair of process groups "
+        f"(shards, copies) for {strategy}, but got {type(process_group).__name__}"
+    )
+
+
+def _default_group() -> Any:
+    if not dist.is_initialized():
+        raise ValueError(
+            "Default process group has not been initialized, please call "
+            "torch.distributed.init_process_group() first, or pass process_group="
+        )
+    return dist.group.WORLD
+
+
+_node_groups: dict[Any, ProcessGroups] = {}
+
+
+def _by_node(world: Any) -> ProcessGroups:
+    """Shards inside a node, copies across nodes; made once, since all ranks must take part."""
+    known = _node_groups.get(world)
+    if known is None:
+        size, rank, node = world.size(), world.rank(), _node_size(world.size())
+        shards = copies = None
+        for first in range(0, size, node):
+            group = dist.new_group(list(range(first, first + node)))
+            shards = group if first <= rank < first + node else shards
+        for local in range(node):
+            group = dist.new_group(list(range(local, size, node)))
+            copies = group if rank % node == local else copies
+        known = _node_groups[world] = ProcessGroups(shards, copies)
+    return known
+
+
+def _node_size(world_size: int) -> int:
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    if not size and torch.accelerator.is_available():
+        size = torch.accelerator.device_count()
+    size = min(size or world_size, world_size)
+    if world_size % size:
+        raise ValueError(
+            f"HYBRID_SHARD needs nodes of equal size, but {world_size} ranks do not divide into "
+            f"nodes of {size}; pass a pair of process groups or a 2-D device mesh"
+        )
+    return size

@@ -1,0 +1,367 @@
+"""When things happen: order, prefetch, what is freed, and the end of a backward.
+
+One schedule is shared by all units below a root. It moves units through their states (``unit.py``
+says how) and is told four things: a unit's forward begins and ends, a gradient reaches a unit's
+output, and all of a unit's gradients are there. On a CPU a reduce is carried out at the next of
+these events, not at once: by then autograd has let go of the full gradients, and the reduce's own
+memory takes their place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..api import BackwardPrefetch
+from .autograd import BackwardEnd, in_backward, replace_tensors, tensors_in
+from .device import lines_for
+from .gradients import Gradients
+from .unit import State, Unit
+
+#: Passes without a backward after which their order is no longer kept for prefetching.
+_PASSES_KEPT = 64
+
+
+class Call:
+    """One forward of a unit whose end of backward is told by its inputs' gradients."""
+
+    __slots__ = ("reached_in",)
+
+    def __init__(self) -> None:
+        self.reached_in = -1
+
+
+class Progress:
+    """What the schedule keeps per unit."""
+
+    __slots__ = ("active", "inputs_tell", "kept", "open_calls", "prefetched", "reached_in", "task")
+
+    def __init__(self) -> None:
+        #: Forwards of this unit that are running now.
+        self.active = 0
+        #: Gathered ahead of its use.
+        self.prefetched = False
+        #: Left gathered by a backward inside ``no_sync``: its content is still right.
+        self.kept = False
+        #: The backward in which a gradient last reached the unit's output, and its graph task.
+        self.reached_in = -1
+        self.task: int | None = None
+        #: Calls whose outputs were reached and whose inputs were not, see ``Schedule._close``.
+        self.open_calls = 0
+        #: Set once the unit was seen to need its parameters after its gradients were there.
+        self.inputs_tell = False
+
+
+class Schedule:
+    """Drives the units below ``root``."""
+
+    def __init__(self, root: Unit, units: Sequence[Unit]) -> None:
+        self.root = root
+        self.units = list(units)
+        self._progress = {unit: Progress() for unit in self.units}
+        self._depth = 0
+        self._order: list[Unit] = []
+        self._previous_order: list[Unit] = []
+        self._passed: list[tuple[Unit, bool]] = []
+        self._cursor = 0
+        self._out: dict[Unit, None] = {}
+        self._pending: Unit | None = None
+        self._reduced: dict[Unit, None] = {}
+        self._with_local_gradients: dict[Unit, None] = {}
+        self._backward = 0
+        self._in_backward = False
+        self._backward_since_pass = False
+        self._lines = lines_for(root.device)
+        for unit in self.units:
+            unit.on_gradients = self._on_gradients
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no forward and no backward is running."""
+        return self._depth == 0 and not self._in_backward
+
+    def rest(self, unit: Unit | None = None) -> None:
+        """Bring one unit, or all, back to sharded between steps."""
+        for other in [unit] if unit is not None else [*self._out]:
+            self._shelve(other)
+        self._lines.settle()
+
+    # -- forward ------------------------------------------------------------------------------
+
+    def enter(self, unit: Unit) -> None:
+        """A unit's forward begins. Always paired with :meth:`leave`."""
+        if self._depth == 0 and not in_backward():
+            self._begin_pass(unit)
+        self._depth += 1
+        self._progress[unit].active += 1
+
+    def before_module(self, unit: Unit, exact: bool, inputs: Any) -> Call | None:
+        """Put full parameters in place."""
+        if unit.summoned:
+            self._check_summoned(unit)
+            return None
+        progress = self._progress[unit]
+        self._order.append(unit)
+        if not unit.shows_full:
+            unit.write_back()
+        self._gather(unit, exact)
+        if unit.options.forward_prefetch:
+            self._prefetch_forward(exact)
+        tracked = torch.is_grad_enabled()
+        unit.show_full(tracked)
+        if tracked and unit.handles and (progress.inputs_tell or unit.is_mixed):
+            return self._ask_inputs(unit, inputs)
+        return None
+
+    def after_module(self, unit: Unit, output: Any, call: Call | None) -> Any:
+        """Take full parameters away again, as the strategy says."""
+        progress = self._progress[unit]
+        if progress.active > 1 or progress.task is not None or unit.summoned:
+            return output
+        outputs = list(tensors_in(output))
+        if unit.handles and any(unit.lends(tensor) for tensor in outputs):
+            output = replace_tensors(output, lambda t: t.clone() if unit.lends(t) else t)
+            outputs = list(tensors_in(output))
+        tracked = [tensor for tensor in outputs if tensor.requires_grad]
+        if tracked:
+            hook = functools.partial(self._on_output_gradient, unit, unit.exact, call)
+            for tensor in tracked:
+                tensor.register_hook(hook)
+            self._passed.append((unit, unit.exact))
+        if in_backward():
+            return output
+        # A module that hides its outputs from us may still need its parameters in backward.
+        hidden = not outputs and torch.is_grad_enabled() and unit.has_trainable
+        if not (tracked or hidden):
+            self._shelve(unit)
+        elif unit.options.frees_after_forward and not hidden:
+            if self._depth == 1:
+                # The first to be needed in backward: hide, but do not free.
+                unit.show_sharded()
+            else:
+                self._shelve(unit)
+        elif not unit.options.keeps_full_after_forward:
+            unit.show_sharded()
+        return output
+
+    def abandon(self, unit: Unit) -> None:
+        """A unit's forward raised: leave nothing behind."""
+        progress = self._progress[unit]
+        if progress.active == 1 and not in_backward() and not unit.summoned:
+            self._shelve(unit)
+
+    def leave(self, unit: Unit) -> None:
+        """A unit's forward is over, one way or the other."""
+        self._depth -= 1
+        self._progress[unit].active -= 1
+        if self._depth == 0 and not in_backward():
+            self._drop_prefetched()
+
+    def _check_summoned(self, unit: Unit) -> None:
+        if torch.is_grad_enabled() and unit.has_trainable:
+            raise RuntimeError(
+                f"Forward of unit {unit.name!r} inside summon_full_params would leave its "
+                "gradients unreduced; run it under torch.no_grad(), or outside of the context"
+            )
+
+    def _begin_pass(self, unit: Unit) -> None:
+        unit.shards.agree("forward", unit.name, begins_pass=True)
+        for other in [*self._out]:
+            # Gathered for a backward that has not come; the parameters may have changed since.
+            if not self._progress[other].kept:
+                self._shelve(other)
+        self._lines.gather_after_compute()
+        self._previous_order, self._order = self._order, []
+        if self._backward_since_pass or len(self._passed) > _PASSES_KEPT * len(self.units):
+            self._passed.clear()
+            self._backward_since_pass = False
+        self._cursor = len(self._passed)
+
+    def _prefetch_forward(self, exact: bool) -> None:
+        position = len(self._order) - 1
+        previous = self._previous_order
+        if position + 1 < len(previous) and previous[position] is self._order[position]:
+            self._prefetch(previous[position + 1], exact)
+
+    def _ask_inputs(self, unit: Unit, inputs: Any) -> Call | None:
+        """Have the inputs' gradients tell when the unit's backward is over.
+
+        Frozen parameters are needed until the inputs' gradients are there, which may be after
+        the trainable ones' gradients are, and a frozen unit has no others.
+        """
+        tensors = [t for t in tensors_in(inputs) if t.requires_grad]
+        if not tensors:
+            return None
+        call = Call()
+        hook = functools.partial(self._on_input_gradients, unit, call)
+        if len(tensors) == 1:
+            tensors[0].register_hook(hook)
+        else:
+            torch.autograd.graph.register_multi_grad_hook(tensors, hook)
+        return call
+
+    # -- backward -----------------------------------------------------------------------------
+
+    def _enter_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self._backward_since_pass = True
+            self._backward += 1
+            self._cursor = len(self._passed)
+            BackwardEnd(self._finish_backward, self._break_off_backward)
+
+    def _on_output_gradient(self, unit: Unit, exact: bool, call: Call | None, _: Any) -> None:
+        self._enter_backward()
+        self._carry_out_reduce()
+        progress = self._progress[unit]
+        if call is not None and call.reached_in != self._backward:
+            call.reached_in = self._backward
+            progress.open_calls += 1
+        if progress.task is not None and unit.shows_full and unit.exact == exact:
+            return
+        progress.task = torch._C._current_graph_task_id()
+        if unit.shows_full and unit.state is State.GATHERED and unit.exact == exact:
+            self._check_unchanged(unit)
+        self._gather(unit, exact)
+        unit.show_full(tracked=True)
+        if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            self._prefetch_backward(unit)
+
+    def _on_gradients(self, unit: Unit, gradients: Sequence[Gradients]) -> None:
+        self._enter_backward()
+        self._carry_out_reduce()
+        progress = self._progress[unit]
+        if progress.task is not None and progress.task != torch._C._current_graph_task_id():
+            # A reentrant checkpoint inside the unit: a part of its backward, in a graph of its
+            # own. More parts may follow, and they need the parameters.
+            progress.inputs_tell = True
+        elif progress.open_calls == 0:
+            self._close(unit)
+        if unit.synchronizes:
+            self._with_local_gradients.pop(unit, None)
+            unit.stage_gradients(gradients)
+            self._pending = unit
+            self._reduced[unit] = None
+            if self._lines.runs_ahead:
+                unit.reduce_staged()
+        else:
+            unit.keep_gradients(gradients)
+            self._with_local_gradients[unit] = None
+        if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            self._prefetch_backward(unit)
+
+    def _on_input_gradients(self, unit: Unit, call: Call, _: Any) -> None:
+        if call.reached_in == self._backward and self._in_backward:
+            call.reached_in = -1
+            progress = self._progress[unit]
+            progress.open_calls -= 1
+            if progress.open_calls == 0:
+                self._close(unit)
+
+    def _close(self, unit: Unit) -> None:
+        """The unit's backward is over: its parameters are not needed any more."""
+        progress = self._progress[unit]
+        progress.task = None
+        progress.open_calls = 0
+        if not unit.synchronizes and unit.options.keeps_full_after_forward:
+            progress.kept = True
+            unit.show_sharded()
+        else:
+            self._shelve(unit)
+
+    def _carry_out_reduce(self) -> None:
+        """Reduce what the last unit staged; on an accelerator, free what it reduced from."""
+        unit, self._pending = self._pending, None
+        if unit is None:
+            return
+        if self._lines.runs_ahead:
+            self._lines.compute_after_reduces()
+            unit.finish_reduce()
+        else:
+            unit.reduce_staged()
+
+    def _prefetch_backward(self, unit: Unit) -> None:
+        """Gather the unit that ran before ``unit`` in forward: it is next in backward."""
+        cursor = min(self._cursor, len(self._passed)) - 1
+        while cursor >= 0 and self._passed[cursor][0] is not unit:
+            cursor -= 1
+        if cursor >= 0:
+            self._cursor = cursor
+        if cursor >= 1:
+            self._prefetch(*self._passed[cursor - 1])
+
+    def _check_unchanged(self, unit: Unit) -> None:
+        if not unit.shows_what_it_gathered():
+            unit.forget_views()
+            raise AssertionError(
+                "FSDP does not support changing the parameters between forward and backward "
+                f"(unit {unit.name!r} under {unit.options.strategy}); change them after backward, "
+                "or use a strategy that frees parameters after forward"
+            )
+
+    def _finish_backward(self) -> None:
+        self._carry_out_reduce()
+        for unit in [*self._with_local_gradients]:
+            if unit.synchronizes:
+                unit.stage_kept_gradients()
+                unit.reduce_staged()
+                self._reduced[unit] = None
+                del self._with_local_gradients[unit]
+        self._lines.compute_after_reduces()
+        reduced, self._reduced = self._reduced, {}
+        if any(handle.offload for unit in reduced for handle in unit.handles):
+            self._lines.host_after_reduces()
+        for unit in reduced:
+            unit.finish_reduce()
+            unit.settle_gradients()
+        self._end_backward()
+
+    def _break_off_backward(self) -> None:
+        for unit in self._reduced:
+            unit.drop_gradients()
+        self._pending = None
+        self._reduced.clear()
+        self._end_backward()
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        for unit in [*self._out]:
+            progress = self._progress[unit]
+            progress.task = None
+            progress.open_calls = 0
+            if not progress.kept:
+                self._shelve(unit)
+        self._lines.settle()
+
+    # -- gathering and freeing ----------------------------------------------------------------
+
+    def _gather(self, unit: Unit, exact: bool) -> None:
+        if unit.exact != exact and unit.state is not State.SHARDED:
+            self._shelve(unit)
+        unit.start_gather(exact)
+        unit.finish_gather()
+        progress = self._progress[unit]
+        progress.prefetched = progress.kept = False
+        self._out[unit] = None
+
+    def _prefetch(self, unit: Unit, exact: bool) -> None:
+        if unit.state is State.SHARDED:
+            unit.start_gather(exact)
+            self._progress[unit].prefetched = True
+            self._out[unit] = None
+
+    def _drop_prefetched(self) -> None:
+        for unit in [*self._out]:
+            if self._progress[unit].prefetched:
+                self._shelve(unit)
+
+    def _shelve(self, unit: Unit) -> None:
+        """Back to sharded: what every unit is outside of its compute."""
+        progress = self._progress[unit]
+        progress.prefetched = progress.kept = False
+        self._out.pop(unit, None)
+        unit.show_sharded()
+        unit.release()

@@ -1,0 +1,322 @@
+"""A unit: one wrapped module, its groups, and how they change between sharded and gathered.
+
+The unit knows *how*; ``schedule.py`` decides *when*. Its state is one of
+
+    SHARDED ──start_gather──▶ GATHERING ──finish_gather──▶ GATHERED ──release──▶ SHARDED
+
+and, apart from it, what the module's code finds under its parameters' names: a rank's pieces or
+full parameters (``shows_full``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..api import HYBRID_STRATEGIES, BackwardPrefetch, MixedPrecision, ShardingStrategy
+from ..api import NO_RESHARD_AFTER_FORWARD_STRATEGIES as KEEPING_STRATEGIES
+from . import gradients as flow
+from .autograd import ParameterNode
+from .buffers import FullBuffer
+from .collectives import Group
+from .device import lines_for
+from .flat_param import FlatParamHandle
+
+#: Collectives that failed, with the memory they may still touch.
+_lost: list[Any] = []
+
+
+class State(Enum):
+    """Where a unit's full parameters are."""
+
+    SHARDED = auto()
+    GATHERING = auto()
+    GATHERED = auto()
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitOptions:
+    """What the user asked for, for one unit."""
+
+    strategy: ShardingStrategy
+    mixed_precision: MixedPrecision
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: bool
+    limit_all_gathers: bool
+    use_orig_params: bool
+
+    @property
+    def frees_after_forward(self) -> bool:
+        return self.strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+    @property
+    def keeps_full_after_forward(self) -> bool:
+        return self.strategy in KEEPING_STRATEGIES
+
+    @property
+    def is_hybrid(self) -> bool:
+        return self.strategy in HYBRID_STRATEGIES
+
+
+class Unit:
+    """One unit's mechanism. ``handles`` has one entry per group, none if it has no parameters."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        handles: Sequence[FlatParamHandle],
+        shards: Group,
+        copies: Group | None,
+        device: torch.device,
+        options: UnitOptions,
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.handles = list(handles)
+        self.shards = shards
+        self.copies = copies
+        self.device = device
+        self.options = options
+        self.state = State.SHARDED
+        self.shows_full = False
+        #: Whether the gathered parameters are in the shards' own precision.
+        self.exact = False
+        #: Whether backward reduces gradients (False inside ``no_sync``).
+        self.synchronizes = True
+        #: Called with all full gradients of the unit (one per parameter) when they are there.
+        self.on_gradients: Callable[[Unit, Sequence[flow.Gradients]], None] | None = None
+        self._work: Any = None
+        #: The full buffers in use, one per group; empty while sharded.
+        self.gathered: list[FullBuffer] = []
+        #: Whether full parameters are shown by ``summon_full_params``.
+        self.summoned = False
+        self._nodes: dict[Any, tuple[ParameterNode | None, list[list[torch.Tensor]]]] = {}
+        self._undecided: list[flow.Maybe] = []
+        self._staged: list[flow.Staged] = []
+        self._reducing: list[flow.Staged] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: what a unit is, without what it is in the middle of."""
+        return {
+            **self.__dict__,
+            "on_gradients": None,
+            "_work": None,
+            "gathered": [],
+            "_nodes": {},
+            "_undecided": [],
+            "_staged": [],
+            "_reducing": [],
+        }
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that gradients are averaged over."""
+        return self.shards.size * (self.copies.size if self.copies else 1)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some parameters are frozen now."""
+        return not all(all(handle.trainable) for handle in self.handles)
+
+    @property
+    def has_trainable(self) -> bool:
+        return any(any(handle.trainable) for handle in self.handles)
+
+    def forget_views(self) -> None:
+        """Drop what was derived from buffers that no longer exist."""
+        self._nodes.clear()
+
+    # -- gathering ----------------------------------------------------------------------------
+
+    def start_gather(self, exact: bool = False) -> None:
+        """Begin to fill the full buffers; no-op when they are full or being filled."""
+        if self.state is not State.SHARDED:
+            return
+        lines = lines_for(self.device)
+        self.exact = exact
+        self.gathered = [handle.buffer(self._dtype(handle, exact)) for handle in self.handles]
+        outputs: list[torch.Tensor] = []
+        inputs: list[torch.Tensor] = []
+        lines.take_again(self.gathered)
+        lines.gather_may_write()
+        with lines.on_gather(), torch.no_grad():
+            for handle, buffer in zip(self.handles, self.gathered, strict=True):
+                buffer.allocate()
+                if handle.layout.world_size == 1:
+                    if buffer.flat is not handle.shard_tensor:
+                        handle.gather_input(buffer)
+                elif handle.layout.padded_numel > 0:
+                    inputs.append(handle.gather_input(buffer))
+                    outputs.append(buffer.alias)
+            if outputs:
+                self._work = self.shards.gather(outputs, inputs, self.name)
+        self.state = State.GATHERING
+
+    def finish_gather(self) -> None:
+        """Make the full buffers usable by compute."""
+        if self.state is not State.GATHERING:
+            return
+        lines = lines_for(self.device)
+        if self._work is not None:
+            with lines.on_gather():
+                self._wait()
+        if self.gathered:
+            lines.compute_after(lines.mark_gathered())
+        self.state = State.GATHERED
+
+    def release(self) -> None:
+        """Give the full buffers back; the module must not be showing them."""
+        if self.state is State.SHARDED:
+            return
+        self.finish_gather()
+        lines = lines_for(self.device)
+        lines.give_back(self.gathered, self.options.limit_all_gathers)
+        self.gathered = []
+        self.state = State.SHARDED
+
+    def _wait(self) -> None:
+        work, self._work = self._work, None
+        try:
+            self.shards.wait(work)
+        except BaseException:
+            # The collective may still write into these buffers: let them go unfreed.
+            _lost.append((work, self.gathered))
+            for handle in self.handles:
+                handle.forget_buffers()
+            self.forget_views()
+            self.gathered = []
+            self.state = State.SHARDED
+            raise
+
+    def _dtype(self, handle: FlatParamHandle, exact: bool) -> torch.dtype:
+        return handle.dtypes.shard if exact else handle.dtypes.compute
+
+    # -- showing ------------------------------------------------------------------------------
+
+    def show_full(self, tracked: bool) -> None:
+        """Put full parameters in place; ``tracked`` ones lead autograd to the unit's reduce."""
+        tensors = self._tracked() if tracked else [buffer.views for buffer in self.gathered]
+        for handle, full in zip(self.handles, tensors, strict=True):
+            handle.show(full)
+        self.shows_full = True
+
+    def show_sharded(self) -> None:
+        if self.shows_full:
+            for handle in self.handles:
+                handle.show_sharded()
+            self.shows_full = False
+
+    def shows_what_it_gathered(self) -> bool:
+        """Whether nobody replaced the full parameters since they were put in place."""
+        tensors = self._tracked()
+        return all(
+            handle.skip_writeback_check or handle.shows(full, buffer)
+            for handle, full, buffer in zip(self.handles, tensors, self.gathered, strict=True)
+        )
+
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in memory that goes when the full parameters go."""
+        return any(buffer.holds(tensor) for buffer in self.gathered)
+
+    def write_back(self) -> None:
+        """Take over what the user replaced; only while sharded parameters are shown."""
+        for handle in self.handles:
+            handle.write_back()
+
+    def _tracked(self) -> list[list[torch.Tensor]]:
+        """Per group, the full parameters as autograd knows them; frozen ones as plain views."""
+        trainable = [handle.trainable for handle in self.handles]
+        key = (self.exact, *map(tuple, trainable))
+        known = self._nodes.get(key)
+        if known is None:
+            known = self._nodes[key] = self._make_node(trainable)
+        node, tensors = known
+        if node is not None:
+            node.born_now()
+        return tensors
+
+    def _make_node(
+        self, trainable: list[list[bool]]
+    ) -> tuple[ParameterNode | None, list[list[torch.Tensor]]]:
+        tensors = [list(buffer.views) for buffer in self.gathered]
+        places = [(g, i) for g, flags in enumerate(trainable) for i, on in enumerate(flags) if on]
+        if not places:
+            return None, tensors
+
+        def receive(found: tuple[torch.Tensor | None, ...]) -> None:
+            gradients: list[list[torch.Tensor | None]] = [[None] * len(t) for t in trainable]
+            for (group, index), gradient in zip(places, found, strict=True):
+                gradients[group][index] = gradient
+            assert self.on_gradients is not None
+            self.on_gradients(self, gradients)
+
+        node = ParameterNode([tensors[g][i] for g, i in places], receive)
+        for (group, index), output in zip(places, node.outputs, strict=True):
+            tensors[group][index] = output
+        return node, tensors
+
+    # -- gradients ----------------------------------------------------------------------------
+
+    def keep_gradients(self, gradients: Sequence[flow.Gradients]) -> None:
+        """Let gradients stay local and whole (``no_sync``)."""
+        for handle, full in zip(self.handles, gradients, strict=True):
+            if any(gradient is not None for gradient in full):
+                flow.keep_local(handle, full)
+
+    def stage_gradients(self, gradients: Sequence[flow.Gradients]) -> None:
+        """Copy full gradients into reduce buffers, so that autograd's own memory can go."""
+        for handle, full in zip(self.handles, gradients, strict=True):
+            trainable = handle.trainable
+            if not any(trainable):
+                continue
+            full = flow.take_local(handle, full)
+            if self.world_size == 1 and handle.use_orig_params:
+                flow.deliver_own(handle, full)
+            else:
+                self._staged.append(flow.stage(handle, full, trainable))
+
+    def stage_kept_gradients(self) -> bool:
+        """Stage what ``no_sync`` left behind in a unit that this backward did not reach."""
+        kept = [handle.local_gradients for handle in self.handles]
+        if any(kept):
+            self.stage_gradients([[None] * len(handle.params) for handle in self.handles])
+        return any(kept)
+
+    def reduce_staged(self) -> None:
+        """Reduce what is staged and put the result where the optimizer looks."""
+        lines = lines_for(self.device)
+        staged, self._staged = self._staged, []
+        if not staged:
+            return
+        lines.reduce_after_compute()
+        with lines.on_reduce(), torch.no_grad():
+            for item in staged:
+                average = flow.Average.over(self.shards, self.copies, item.flat.dtype)
+                reduced = flow.reduce(item, average, self.name)
+                if not lines.runs_ahead:
+                    item.release()
+                self._undecided += flow.deliver(item.handle, reduced, item.absent)
+        self._reducing = staged if lines.runs_ahead else []
+
+    def finish_reduce(self) -> None:
+        """Free the reduce buffers; compute must be ordered behind the reduce."""
+        for item in self._reducing:
+            item.release()
+        self._reducing = []
+
+    def settle_gradients(self) -> None:
+        """Decide on gradients that only other ranks may have."""
+        undecided, self._undecided = self._undecided, []
+        flow.settle(undecided)
+
+    def drop_gradients(self) -> None:
+        """Forget what a broken-off backward left."""
+        for item in (*self._staged, *self._reducing):
+            item.release()
+        self._staged, self._reducing, self._undecided = [], [], []

@@ -1,0 +1,414 @@
+"""FullyShardedDataParallel: the constructor, forward, and thin public methods.
+
+What the wrapper does is decided in ``wrap``, carried out by ``engine``, and shown by ``state``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, adopt
+from .engine.build import (
+    broadcast_states,
+    build_unit,
+    compute_device,
+    managed_parameters,
+    own_modules,
+)
+from .engine.collectives import group_for
+from .engine.flat_param import _FSDP_USE_FULL_PREC_IN_EVAL, FlatParameter, FlatParamHandle
+from .engine.places import WRAPPED_MODULE, clean_tensor_name
+from .engine.precision import BufferPrecision, cast_floating, move
+from .engine.process_groups import ProcessGroups, resolve_groups
+from .engine.schedule import Schedule
+from .engine.unit import UnitOptions
+from .state.full_params import summon
+from .state.initialize import materialize
+from .wrap import is_unit, resolve_ignored, wrap_submodules
+
+__all__ = ["FullyShardedDataParallel"]
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shards a module's parameters, gradients and optimizer state over data-parallel ranks.
+
+    >>> model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    >>> optimizer = torch.optim.AdamW(model.parameters())  # doctest: +SKIP
+
+    The arguments are those of ``torch.distributed.fsdp.FullyShardedDataParallel``. Runs on any
+    device that the process group's backend reaches; a model on the CPU computes on the CPU.
+    """
+
+    _is_fullshard_unit = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: Any = None,
+        *,
+        _left_to_ancestor: Collection[nn.Parameter] = (),
+    ) -> None:
+        if isinstance(module, FullyShardedDataParallel):
+            raise ValueError(
+                f"The module is wrapped already: it is a unit around {type(module.module).__name__}"
+            )
+        super().__init__()
+        strategy = adopt(
+            sharding_strategy or ShardingStrategy.FULL_SHARD, ShardingStrategy, "sharding_strategy"
+        )
+        if backward_prefetch is not None:
+            backward_prefetch = adopt(backward_prefetch, BackwardPrefetch, "backward_prefetch")
+        groups = resolve_groups(process_group, device_mesh, strategy)
+        strategy = _strategy_for(strategy, groups)
+        self.mixed_precision = adopt(
+            mixed_precision or MixedPrecision(), MixedPrecision, "mixed_precision"
+        )
+        self.cpu_offload = adopt(cpu_offload or CPUOffload(), CPUOffload, "cpu_offload")
+        self._left_to_ancestor = frozenset(_left_to_ancestor)
+        ignored = resolve_ignored(module, ignored_modules, ignored_states)
+        self._ignored_modules = ignored.modules
+        self._ignored_params = ignored.parameters
+        self._ignored_buffer_names = ignored.buffer_names
+        if auto_wrap_policy is not None:
+            shared_arguments = {
+                "process_group": groups.argument,
+                "sharding_strategy": strategy,
+                "cpu_offload": self.cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": self.mixed_precision,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+            }
+            wrap_submodules(module, auto_wrap_policy, type(self), shared_arguments, ignored)
+        options = UnitOptions(
+            strategy,
+            self.mixed_precision,
+            backward_prefetch,
+            forward_prefetch,
+            limit_all_gathers,
+            use_orig_params,
+        )
+        self._full_precision_in_eval = os.environ.get(_FSDP_USE_FULL_PREC_IN_EVAL) == "1"
+        self._build(module, groups, options, device_id, param_init_fn, sync_module_states)
+        self.add_module(WRAPPED_MODULE, module)
+        self._schedule: Schedule | None = None
+        self._is_root: bool | None = None
+
+    def _build(
+        self,
+        module: nn.Module,
+        groups: ProcessGroups,
+        options: UnitOptions,
+        device_id: int | torch.device | None,
+        param_init_fn: Callable[[nn.Module], None] | None,
+        sync_module_states: bool,
+    ) -> None:
+        ignored = self._ignored_params | self._left_to_ancestor
+        parameters = managed_parameters(module, ignored, is_unit)
+        offload = self.cpu_offload.offload_params
+        device = compute_device(parameters, device_id, offload, groups.shards.rank())
+        modules = [m for m in own_modules(module, is_unit) if m not in self._ignored_modules]
+        if any(p.is_meta for p in parameters):
+            materialize(modules, parameters, device, param_init_fn)
+            parameters = managed_parameters(module, ignored, is_unit)
+        if device_id is not None:
+            _move_to(parameters, modules, device)
+        if sync_module_states:
+            buffers = [b for m in modules for b in m._buffers.values() if b is not None]
+            for group in filter(None, (groups.shards, groups.copies)):
+                broadcast_states(parameters, buffers, group_for(group), type(module).__name__)
+        self._unit = build_unit(module, parameters, groups, device, self.cpu_offload, options)
+        self._buffer_precision = BufferPrecision(modules, self.mixed_precision.buffer_dtype)
+
+    # -- the module behind the wrapper ----------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self._modules[WRAPPED_MODULE]  # type: ignore[return-value]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED_MODULE:
+                raise
+            return getattr(self.module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under the names they have in the unwrapped model."""
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield clean_tensor_name(name), parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Buffers under the names they have in the unwrapped model."""
+        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
+            yield clean_tensor_name(name), buffer
+
+    # -- options, as given ----------------------------------------------------------------------
+
+    @property
+    def process_group(self) -> Any:
+        return self._unit.shards.group
+
+    @property
+    def rank(self) -> int:
+        return self._unit.shards.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._unit.shards.size
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        return self._unit.options.strategy
+
+    @property
+    def backward_prefetch(self) -> BackwardPrefetch | None:
+        return self._unit.options.backward_prefetch
+
+    @property
+    def forward_prefetch(self) -> bool:
+        return self._unit.options.forward_prefetch
+
+    @property
+    def limit_all_gathers(self) -> bool:
+        return self._unit.options.limit_all_gathers
+
+    @property
+    def compute_device(self) -> torch.device:
+        return self._unit.device
+
+    @property
+    def _use_orig_params(self) -> bool:
+        return self._unit.options.use_orig_params
+
+    @property
+    def _handle(self) -> FlatParamHandle | None:
+        return self._unit.handles[0] if self._unit.handles else None
+
+    @property
+    def _flat_param(self) -> FlatParameter | None:
+        return self._unit.handles[0].flat_param if self._unit.handles else None
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module with full parameters in place."""
+        if torch.compiler.is_dynamo_compiling():
+            return _traced_forward(self, args, kwargs)
+        schedule = self._schedule or self._start()
+        unit = self._unit
+        schedule.enter(unit)
+        try:
+            args, kwargs, call = self._before_module(schedule, args, kwargs)
+            output = self.module(*args, **kwargs)
+            return schedule.after_module(unit, output, call)
+        except BaseException:
+            schedule.abandon(unit)
+            raise
+        finally:
+            schedule.leave(unit)
+
+    def _before_module(
+        self, schedule: Schedule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        unit, precision = self._unit, self.mixed_precision
+        exact = self._full_precision_in_eval and not self.training
+        if unit.device.type != "cpu" and self._is_root:
+            args, kwargs = move((args, kwargs), unit.device)
+        if exact:
+            self._buffer_precision.restore()
+        else:
+            self._buffer_precision.lower()
+            dtype = precision.param_dtype
+            casts = precision.cast_forward_inputs or (
+                self._is_root and precision.cast_root_forward_inputs
+            )
+            if dtype is not None and casts:
+                args, kwargs = cast_floating((args, kwargs), dtype)
+        call = schedule.before_module(unit, exact, (args, kwargs))
+        return args, kwargs, call
+
+    def _start(self) -> Schedule:
+        """Become the root of the units below, at the first forward."""
+        modules = self.fsdp_modules(self)
+        for name, other in self.named_modules():
+            if isinstance(other, FullyShardedDataParallel):
+                other._unit.name = _unit_name(name, other)
+        schedule = Schedule(self._unit, [other._unit for other in modules])
+        for other in modules:
+            other._schedule = schedule
+            other._is_root = other is self
+        return schedule
+
+    # -- public methods -------------------------------------------------------------------------
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """The wrappers in ``module``, itself included; with ``root_only`` the outermost ones."""
+        found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        if not root_only:
+            return found
+        nested = {inner for outer in found for inner in outer.module.modules()}
+        return [m for m in found if m not in nested]
+
+    def check_is_root(self) -> bool:
+        """Whether this wrapper is the outermost one of its model."""
+        if self._is_root is None:
+            self._start()
+        return bool(self._is_root)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Gradients of backwards inside stay local and whole; the next one outside reduces all."""
+        units = [m._unit for m in self.fsdp_modules(self)]
+        before = [unit.synchronizes for unit in units]
+        for unit in units:
+            unit.synchronizes = False
+        try:
+            yield
+        finally:
+            for unit, synchronizes in zip(units, before, strict=True):
+                unit.synchronizes = synchronizes
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Switch what :meth:`no_sync` switches, without a context."""
+        for module in self.fsdp_modules(self):
+            module._unit.synchronizes = requires_gradient_sync
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Inside the context ``module`` has its full parameters, under their original names.
+
+        Changes made inside are kept if ``writeback``; with ``rank0_only`` the other ranks keep
+        seeing their shards; ``with_grads`` shows full gradients too.
+        """
+        wrappers = FullyShardedDataParallel.fsdp_modules(module)
+        if not recurse:
+            wrappers = [m for m in wrappers if m is module]
+        for wrapper in FullyShardedDataParallel.fsdp_modules(module, root_only=True):
+            if wrapper._schedule is None:
+                wrapper._start()
+        return summon(
+            [(w._unit, w._schedule) for w in wrappers],
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        )
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """``nn.Module.apply`` with full parameters in place; changes are kept."""
+        with self.summon_full_params(self):
+            return super().apply(fn)
+
+    # -- moving, copying, saving ------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        if self._schedule is not None:
+            self._schedule.rest()
+        super()._apply(fn, recurse)
+        for handle in self._unit.handles:
+            handle.converted(fn)
+            if not handle.offload:
+                self._unit.device = handle.device
+        self._unit.forget_views()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._schedule is not None:
+            self._schedule.rest()
+        return {**self.__dict__, "_schedule": None, "_is_root": None}
+
+
+def _unit_name(path: str, wrapper: FullyShardedDataParallel) -> str:
+    return clean_tensor_name(f"{path}.")[:-1] if path else f"(root) {type(wrapper.module).__name__}"
+
+
+def _strategy_for(strategy: ShardingStrategy, groups: ProcessGroups) -> ShardingStrategy:
+    alone = groups.shards.size() == 1 and groups.copies is None
+    if not alone or strategy is ShardingStrategy.NO_SHARD:
+        return strategy
+    warnings.warn(
+        f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.",
+        UserWarning,
+        stacklevel=3,
+    )
+    return ShardingStrategy.NO_SHARD
+
+
+def _move_to(
+    parameters: Iterable[nn.Parameter], modules: Iterable[nn.Module], device: torch.device
+) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.data = parameter.data.to(device)
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def _traced_forward(
+    wrapper: FullyShardedDataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Forward as ``torch.compile`` sees it: the module is traced, what surrounds it is not."""
+    args, kwargs, call = _before_traced(wrapper, args, kwargs)
+    output = wrapper.module(*args, **kwargs)
+    return _after_traced(wrapper, output, call)
+
+
+@torch._disable_dynamo
+def _before_traced(wrapper: FullyShardedDataParallel, args: Any, kwargs: Any) -> Any:
+    schedule = wrapper._schedule or wrapper._start()
+    schedule.enter(wrapper._unit)
+    return wrapper._before_module(schedule, args, kwargs)
+
+
+@torch._disable_dynamo
+def _after_traced(wrapper: FullyShardedDataParallel, output: Any, call: Any) -> Any:
+    schedule = wrapper._schedule
+    assert schedule is not None
+    output = schedule.after_module(wrapper._unit, output, call)
+    schedule.leave(wrapper._unit)
+    return output

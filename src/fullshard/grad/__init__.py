@@ -1,0 +1,1 @@
+"""What users do with gradients: clipping, scaling, communication hooks."""

@@ -1,0 +1,1 @@
+"""Full parameters on demand, and how parameters come into being."""

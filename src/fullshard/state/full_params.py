@@ -1,0 +1,226 @@
+"""``summon_full_params``: a unit's full parameters, in full precision, for as long as a context.
+
+While summoned, a unit shows real ``nn.Parameter`` objects under the original names: the very
+objects the optimizer holds where original parameters are used, new ones otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine.buffers import FullBuffer
+from ..engine.flat_param import FlatParamHandle, check_shape
+from ..engine.gradients import set_gradient
+from ..engine.schedule import Schedule
+from ..engine.unit import Unit
+
+
+@contextlib.contextmanager
+def summon(
+    units: Sequence[tuple[Unit, Schedule | None]],
+    *,
+    writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    with_grads: bool,
+) -> Generator[None, None, None]:
+    """Show full parameters of ``units``; what is changed inside is kept if ``writeback``."""
+    _check(units, writeback, rank0_only, offload_to_cpu, with_grads)
+    summoned: list[_Summoned] = []
+    try:
+        for unit, schedule in units:
+            if not unit.summoned and unit.handles:
+                assert schedule is not None
+                schedule.rest(unit)
+                visible = unit.shards.rank == 0 or not rank0_only
+                summoned.append(_Summoned(unit, visible, offload_to_cpu, with_grads))
+        yield
+    finally:
+        for item in reversed(summoned):
+            item.dismiss(writeback)
+
+
+class _Summoned:
+    """One unit while its full parameters are shown."""
+
+    def __init__(self, unit: Unit, visible: bool, to_cpu: bool, with_grads: bool) -> None:
+        self._unit = unit
+        unit.write_back()
+        unit.shards.agree("summon", unit.name, begins_pass=True)
+        unit.start_gather(exact=True)
+        unit.finish_gather()
+        unit.summoned = True
+        self._parts: list[_Part] = []
+        if visible:
+            with torch.no_grad():
+                self._parts = [
+                    _Part(handle, buffer, to_cpu)
+                    for handle, buffer in zip(unit.handles, unit.gathered, strict=True)
+                ]
+        if with_grads:
+            for position, handle in enumerate(unit.handles):
+                gradients = _whole_gradients(unit, handle)
+                if visible:
+                    self._parts[position].show_gradients(gradients)
+        if not visible or to_cpu:
+            unit.release()
+
+    def dismiss(self, writeback: bool) -> None:
+        with torch.no_grad():
+            for part in self._parts:
+                part.take_back(writeback)
+        self._unit.summoned = False
+        self._unit.release()
+
+
+class _Part:
+    """One group of a summoned unit."""
+
+    def __init__(self, handle: FlatParamHandle, buffer: FullBuffer, to_cpu: bool) -> None:
+        self._handle = handle
+        views = buffer.views
+        if to_cpu and buffer.flat.device.type != "cpu":
+            flat = buffer.flat.to("cpu")
+            views = [flat.as_strided(s.shape, s.stride, s.offset) for s in handle.layout.slots]
+        self._views = views
+        if handle.use_orig_params:
+            self._parameters = list(handle.params)
+            for parameter, view in zip(handle.params, views, strict=True):
+                parameter.data = view
+        else:
+            trains = handle.flat_param.requires_grad
+            self._parameters = [nn.Parameter(view, requires_grad=trains) for view in views]
+            self._register(self._parameters)
+        self._reduced = [p.grad for p in handle.params] if handle.use_orig_params else []
+
+    def _register(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Show separate parameters in place of the one flat parameter."""
+        handle = self._handle
+        del handle.module._parameters["_flat_param"]
+        for places, parameter in zip(handle.places, parameters, strict=True):
+            for place in places:
+                place.module.__dict__.pop(place.name, None)
+                place.module._parameters[place.name] = parameter
+
+    def show_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = None
+            if gradient is not None:
+                set_gradient(parameter, gradient.to(parameter.device))
+        self._gradients_shown = True
+
+    _gradients_shown = False
+
+    def take_back(self, writeback: bool) -> None:
+        handle = self._handle
+        found = [places[0].module._parameters[places[0].name] for places in handle.places]
+        if self._gradients_shown:
+            self._take_gradients(found, writeback)
+        if writeback:
+            self._store(found)
+        if handle.use_orig_params:
+            for index, parameter in enumerate(found):
+                if parameter is not None:
+                    handle.params[index] = parameter
+        else:
+            for place in (place for places in handle.places for place in places):
+                del place.module._parameters[place.name]
+            handle.module._parameters["_flat_param"] = handle.flat_param
+        handle.rebind()
+
+    def _store(self, found: Sequence[nn.Parameter | None]) -> None:
+        """Copy this rank's part of the full parameters into the shard."""
+        handle = self._handle
+        for index, (slot, piece) in enumerate(zip(handle.layout.slots, handle.pieces, strict=True)):
+            parameter = found[index]
+            if parameter is None or not piece.in_shard:
+                continue
+            check_shape("parameter", handle.places[index][0], self._views[index], parameter)
+            full = torch.empty_strided(
+                slot.shape, slot.stride, dtype=parameter.dtype, device=parameter.device
+            )
+            flat = full.copy_(parameter.detach()).as_strided((slot.numel,), (1,))
+            mine = flat[piece.start : piece.start + piece.numel]
+            handle.shard_tensor[piece.offset : piece.offset + piece.numel].copy_(mine)
+
+    def _take_gradients(self, found: Sequence[nn.Parameter | None], writeback: bool) -> None:
+        handle = self._handle
+        for index, parameter in enumerate(found):
+            if parameter is None:
+                continue
+            gradient, parameter.grad = parameter.grad, None
+            old = self._reduced[index] if handle.use_orig_params else None
+            if not writeback or gradient is None or old is None:
+                gradient = old if not writeback else None
+            elif handle.is_sharded:
+                piece = handle.pieces[index]
+                slot = handle.layout.slots[index]
+                whole = torch.empty_strided(slot.shape, slot.stride, dtype=old.dtype)
+                flat = whole.copy_(gradient).as_strided((slot.numel,), (1,))
+                gradient = old.copy_(flat[piece.start : piece.start + piece.numel])
+            if gradient is not None:
+                set_gradient(parameter, gradient)
+
+
+def _whole_gradients(unit: Unit, handle: FlatParamHandle) -> list[torch.Tensor | None]:
+    """Every parameter's gradient over all ranks; None where no rank has one."""
+    slots = handle.layout.slots
+    if not handle.is_sharded:
+        return [p.grad for p in handle.params]
+    shard = torch.zeros(handle.layout.shard_numel, dtype=handle.dtypes.shard, device=handle.device)
+    present = torch.zeros(len(slots), device=handle.device)
+    for index, (parameter, piece) in enumerate(zip(handle.params, handle.pieces, strict=True)):
+        if parameter.grad is not None:
+            shard[piece.offset : piece.offset + piece.numel].copy_(parameter.grad)
+            present[index] = 1
+    full = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=shard.device)
+    unit.shards.wait(unit.shards.gather([full], [shard], unit.name))
+    unit.shards.all_reduce(present, unit.name)
+    views = [full.as_strided(s.shape, s.stride, s.offset) for s in slots]
+    return [view if some else None for view, some in zip(views, present.tolist(), strict=True)]
+
+
+def _check(
+    units: Sequence[tuple[Unit, Any]],
+    writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    with_grads: bool,
+) -> None:
+    if writeback and rank0_only:
+        raise NotImplementedError(
+            "writeback=True and rank0_only=True is not supported: only rank 0 has full parameters, "
+            "so that changes could not reach the other ranks' shards. Pass writeback=False, or "
+            "rank0_only=False"
+        )
+    if with_grads and (writeback and offload_to_cpu):
+        raise NotImplementedError(
+            "with_grads=True with offload_to_cpu=True needs writeback=False: gradients copied to "
+            "the host are not copied back"
+        )
+    if offload_to_cpu and not rank0_only and any(u.device.type != "cpu" for u, _ in units):
+        warnings.warn(
+            "offload_to_cpu=True and rank0_only=False copies all full parameters to the host's "
+            "memory once per rank; rank0_only=True may be what you want",
+            UserWarning,
+            stacklevel=4,
+        )
+    for unit, schedule in units:
+        if schedule is not None and not schedule.is_idle:
+            raise AssertionError(
+                "Cannot manually unshard parameters during forward/backward "
+                f"(unit {unit.name!r} is in the middle of a step)"
+            )
+        if with_grads and not unit.options.use_orig_params and unit.handles:
+            raise NotImplementedError("with_grads=True is only supported with use_orig_params=True")
+        if with_grads and any(handle.local_gradients for handle in unit.handles):
+            raise RuntimeError(
+                f"Unit {unit.name!r} holds unreduced gradients (no_sync); run a backward outside "
+                "no_sync() before asking for full gradients"
+            )
