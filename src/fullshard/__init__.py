@@ -22,7 +22,7 @@ from .api import (
 )
 from .engine.agreement import RanksDisagreeError
 from .engine.flat_param import FlatParameter
-from .fsdp import FullyShardedDataParallel
+from .fsdp import FullyShardedDataParallel, register_fsdp_forward_method
 
 __all__ = [
     "BackwardPrefetch",
@@ -43,6 +43,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "register_fsdp_forward_method",
 ]
 
 __version__ = "0.1.0"

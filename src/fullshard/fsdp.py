@@ -6,6 +6,7 @@ What the wrapper does is decided in ``wrap``, carried out by ``engine``, and sho
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
@@ -229,12 +230,15 @@ class FullyShardedDataParallel(nn.Module):
         """Run the wrapped module with full parameters in place."""
         if torch.compiler.is_dynamo_compiling():
             return _traced_forward(self, args, kwargs)
+        return self._run(self.module, args, kwargs)
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         schedule = self._schedule or self._start()
         unit = self._unit
         schedule.enter(unit)
         try:
             args, kwargs, call = self._before_module(schedule, args, kwargs)
-            output = self.module(*args, **kwargs)
+            output = function(*args, **kwargs)
             return schedule.after_module(unit, output, call)
         except BaseException:
             schedule.abandon(unit)
@@ -273,6 +277,13 @@ class FullyShardedDataParallel(nn.Module):
             other._schedule = schedule
             other._is_root = other is self
         return schedule
+
+    def register_forward_method(self, method_name: str) -> None:
+        """Let a method of the wrapped module gather parameters as ``forward`` does.
+
+        >>> model.register_forward_method("generate")  # doctest: +SKIP
+        """
+        register_fsdp_forward_method(self, method_name)
 
     # -- public methods -------------------------------------------------------------------------
 
@@ -352,6 +363,8 @@ class FullyShardedDataParallel(nn.Module):
             handle.converted(fn)
             if not handle.offload:
                 self._unit.device = handle.device
+        if not self._unit.handles:
+            self._unit.device = fn(torch.empty(0, device=self._unit.device)).device
         self._unit.forget_views()
         return self
 
@@ -361,12 +374,34 @@ class FullyShardedDataParallel(nn.Module):
         return {**self.__dict__, "_schedule": None, "_is_root": None}
 
 
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let calls of ``module``'s method run with the unit's full parameters in place.
+
+    ``module`` is a wrapper; on any other module nothing happens. The method is then a forward of
+    the unit: it can be called through the wrapper or on the wrapped module, with gradients or
+    without.
+    """
+    if not isinstance(module, FullyShardedDataParallel):
+        return
+    method = getattr(module.module, method_name, None)
+    if not callable(method):
+        raise AttributeError(
+            f"{type(module.module).__name__} has no method {method_name!r} to register"
+        )
+
+    @functools.wraps(method)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        return module._run(method, args, kwargs)
+
+    setattr(module.module, method_name, gathered)
+
+
 def _unit_name(path: str, wrapper: FullyShardedDataParallel) -> str:
     return clean_tensor_name(f"{path}.")[:-1] if path else f"(root) {type(wrapper.module).__name__}"
 
 
 def _strategy_for(strategy: ShardingStrategy, groups: ProcessGroups) -> ShardingStrategy:
-    alone = groups.shards.size() == 1 and groups.copies is None
+    alone = groups.shards.size() == 1 and (groups.copies is None or groups.copies.size() == 1)
     if not alone or strategy is ShardingStrategy.NO_SHARD:
         return strategy
     warnings.warn(

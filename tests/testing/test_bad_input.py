@@ -34,7 +34,7 @@ def test_a_wrong_number_of_ranks_is_refused(entry: Any, given_number: Any) -> No
     )
 
 
-@pytest.mark.parametrize("seconds", [0, -1, "long", True])
+@pytest.mark.parametrize("seconds", [0, -1, "long", True, float("inf"), float("nan")])
 def test_a_wrong_time_limit_is_refused(seconds: Any) -> None:
     with pytest.raises(RankSetupError, match="expected a number of seconds above 0"):
         run_on_ranks(1, int, timeout=seconds)

@@ -1,14 +1,15 @@
 """Ranks agree on what comes next before they communicate, so that none waits for another forever.
 
 Note: agreeing without talking
-    A collective that one rank starts and another does not hangs, and over gloo two collectives
-    of different sizes end the process. So an operation is started only when the other ranks are
+    A collective that one rank starts and another does not hangs, and over gloo two collectives of
+    different sizes end the process. So an operation is started only when the other ranks are
     known to start the same one. All ranks of a process group have seen the same operations so
     far; each therefore holds the same table from "operations since the last pass began" to "what
-    followed last time". A rank about to do what the table says just does it: a dictionary lookup,
-    no communication. A rank about to do something else first counts itself in, in the group's
-    store, under that operation's name, and goes on when all ranks have; then all tables learn it.
-    The first step of a model is learned this way; after it a static model never talks again.
+    followed last time"; which kind of pass follows is looked up by the last few passes. A rank
+    about to do what the table says just does it: a dictionary lookup, no communication. A rank
+    about to do something else first counts itself in, in the group's store, under that
+    operation's name, and goes on when all ranks have; then all tables learn it. The first step of
+    a model is learned this way; after it a static model never talks again.
 
     When ranks disagree, one of them deviates from the table, does not start, and waits in the
     store; the others wait for the collective. Whoever waits for longer than ``PATIENCE`` posts
@@ -37,6 +38,8 @@ LAST_RESORT = 1800.0
 _LOOK_EVERY = 0.25
 #: How many past operations a rank can be compared by.
 _REMEMBERED = 512
+#: How many passes back the next one is predicted from (micro-batches, train and eval in turn).
+_PASSES_REMEMBERED = 32
 #: The table is forgotten when a model that never repeats itself has filled it this far.
 _TABLE_LIMIT = 200_000
 #: Set to "0" to start operations without agreeing on them.
@@ -48,13 +51,15 @@ class RanksDisagreeError(RuntimeError):
 
 
 class Operation(NamedTuple):
-    """What a rank is about to do: a verb and the unit it is done to."""
+    """What a rank is about to do: a verb, the unit it is done to, and how much is sent."""
 
     verb: str
     unit: str
+    elements: int = 0
 
     def __str__(self) -> str:
-        return f"{self.verb} of unit {self.unit!r}"
+        size = f" ({self.elements} elements)" if self.elements else ""
+        return f"{self.verb} of unit {self.unit!r}{size}"
 
 
 class Agreement:
@@ -68,13 +73,13 @@ class Agreement:
         self._path = 0
         self._count = 0
         self._recent: collections.deque[Operation] = collections.deque(maxlen=_REMEMBERED)
+        self._passes: collections.deque[Operation] = collections.deque(maxlen=_PASSES_REMEMBERED)
         self._previous_key: str | None = None
 
     def settle(self, operation: Operation, begins_pass: bool = False) -> None:
         """Return when every rank is known to do ``operation`` next; raise if one is not."""
-        if begins_pass:
-            self._path = 0
-        path = self._path
+        # What a pass consists of follows from how it began; which pass is next, from the last few.
+        path = hash((self._path, *self._passes)) if begins_pass else self._path
         if self._table.get(path) != operation:
             self._meet(operation)
             if len(self._table) >= _TABLE_LIMIT:
@@ -82,7 +87,11 @@ class Agreement:
             self._table[path] = operation
         self._recent.append(operation)
         self._count += 1
-        self._path = hash((path, operation))
+        if begins_pass:
+            self._passes.append(operation)
+            self._path = hash(operation)
+        else:
+            self._path = hash((path, operation))
 
     def wait(self, work: Any) -> None:
         """Wait for a collective; look around when it takes suspiciously long."""
@@ -99,7 +108,7 @@ class Agreement:
             patience = _LOOK_EVERY
 
     def _meet(self, operation: Operation) -> None:
-        key = f"fullshard/{self._count}/{operation.verb}/{operation.unit}"
+        key = f"fullshard/{self._count}/{'/'.join(map(str, operation))}"
         if self._store.add(key, 1) == self._world_size:
             self._store.set(f"{key}/go", "1")
             self._forget_previous()

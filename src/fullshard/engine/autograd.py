@@ -6,12 +6,14 @@ Note: one node for life
     it is made once: a unit that runs again, in the same step or in the next, hands out the same
     outputs. Within one backward autograd then sums the gradients of all uses and runs the node
     once, after the last of them. Autograd runs ready nodes latest-born first; a node must run
-    before those of earlier units, so it is given a new birth number whenever the unit runs.
+    before those of earlier units, so it is given a new birth number whenever the unit runs. Not
+    when it runs again inside a backward (a recompute): the number taken in forward is what lets
+    everything inside the unit, such as a checkpoint that still needs the parameters, run first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +33,7 @@ class _HandOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
-        with torch.no_grad():
-            ctx.receiver(gradients)
+        ctx.receiver(gradients)
         return None, None, None
 
 
@@ -41,15 +42,39 @@ class ParameterNode:
 
     def __init__(self, views: Sequence[torch.Tensor], receiver: Receiver) -> None:
         with torch.inference_mode(False), torch.enable_grad():
-            anchor = torch.empty(0, requires_grad=True)
-            self.outputs: tuple[torch.Tensor, ...] = _HandOut.apply(anchor, views, receiver)
+            self._anchor = torch.empty(0, requires_grad=True)
+            self.outputs: tuple[torch.Tensor, ...] = _HandOut.apply(self._anchor, views, receiver)
         node = self.outputs[0].grad_fn
         assert node is not None
-        self._set_birth: Callable[[int], None] = node._set_sequence_nr
+        self.node = node
 
     def born_now(self) -> None:
         """Let the node count as made now: see the note above."""
-        self._set_birth(torch.autograd._get_sequence_nr())
+        birth = torch.autograd._get_sequence_nr()
+        self.node._set_sequence_nr(birth)
+        # Use the number up, so that neither the unit's first node nor another's last one has it.
+        self._anchor.view(0)
+
+
+def holds_reentrant_checkpoint(tensors: Iterable[torch.Tensor], after: int) -> bool:
+    """Whether a reentrant checkpoint is among the nodes, born since ``after``, of ``tensors``.
+
+    Its backward runs a part of the module again, with parameters that the graph around it does
+    not mention.
+    """
+    stack = [tensor.grad_fn for tensor in tensors]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if node is None or node._sequence_nr() < after:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return False
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:

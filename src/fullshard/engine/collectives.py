@@ -43,32 +43,43 @@ class Group:
             )
         return _default_group, ()
 
-    def agree(self, verb: str, unit: str, begins_pass: bool = False) -> None:
-        """Return when all ranks are known to do this next."""
+    def agree(self, verb: str, unit: str, *tensors: torch.Tensor) -> None:
+        """Return when all ranks are known to do this next, with tensors of these sizes."""
         if self._agreement is not None:
-            self._agreement.settle(Operation(verb, unit), begins_pass)
+            elements = sum(map(torch.Tensor.numel, tensors))
+            self._agreement.settle(Operation(verb, unit, elements))
 
-    def wait(self, work: Any) -> None:
-        """Wait for what an operation returned (on an accelerator: order the current stream)."""
-        if work is None:
-            return
-        if self._agreement is not None and self._gloo:
-            self._agreement.wait(work)
-        else:
-            work.wait()
+    def begin_pass(self, kind: str, unit: str) -> None:
+        """Return when all ranks are known to begin this kind of pass."""
+        if self._agreement is not None:
+            self._agreement.settle(Operation(kind, unit), begins_pass=True)
+
+    def wait(self, *works: Any) -> None:
+        """Wait for what an operation started (on an accelerator: order the current stream)."""
+        for work in works:
+            if self._agreement is not None and self._gloo:
+                self._agreement.wait(work)
+            else:
+                work.wait()
 
     def gather(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], unit: str
-    ) -> Any:
+    ) -> list[Any]:
         """Start filling each output with all ranks' inputs, in one launch."""
-        self.agree("gather", unit)
+        self.agree("gather", unit, *outputs)
         if len(outputs) == 1:
-            if _NEW_NAMES:
-                return self.group.all_gather_single(outputs[0], inputs[0])
-            return self.group._allgather_base(outputs[0], inputs[0])
+            return [self._gather_one(outputs[0], inputs[0])]
+        if self._gloo and outputs[0].device.type != "cpu":
+            # Gloo's coalesced gather reads device memory from the host, which ends the process.
+            return list(map(self._gather_one, outputs, inputs))
         if _NEW_NAMES:
-            return self.group.all_gather_single_coalesced(list(outputs), list(inputs))
-        return self.group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
+            return [self.group.all_gather_single_coalesced(list(outputs), list(inputs))]
+        return [self.group.allgather_into_tensor_coalesced(list(outputs), list(inputs))]
+
+    def _gather_one(self, output: torch.Tensor, piece: torch.Tensor) -> Any:
+        if _NEW_NAMES:
+            return self.group.all_gather_single(output, piece)
+        return self.group._allgather_base(output, piece)
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, unit: str) -> None:
         """Sum ``full`` over the ranks and leave this rank's slice in ``output``.
@@ -76,7 +87,10 @@ class Group:
         ``full`` is scratch afterwards. Over gloo the sum is made of an all-to-all and a local
         addition, which takes 0.6 times as long as gloo's own reduce-scatter or less.
         """
-        self.agree("reduce", unit)
+        if self.size == 1:
+            output.copy_(full)
+            return
+        self.agree("reduce", unit, full)
         if self._gloo:
             received = torch.empty_like(full)
             self.wait(self.group.alltoall_base(received, full, [], []))
@@ -93,14 +107,14 @@ class Group:
         """Sum ``tensor`` over the ranks, in place."""
         if self.size == 1:
             return
-        self.agree(verb, unit)
+        self.agree(verb, unit, tensor)
         self.wait(self.group.allreduce([tensor]))
 
     def broadcast(self, tensors: Sequence[torch.Tensor], unit: str) -> None:
         """Overwrite each tensor with that of the group's first rank."""
         if self.size == 1:
             return
-        self.agree("broadcast", unit)
+        self.agree("broadcast", unit, *tensors)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         for tensor in tensors:

@@ -5,12 +5,13 @@ The engine speaks of three lines of work: *compute* (the user's current stream),
 
 Note: memory and streams
     Full buffers are allocated on the gather line. When compute is done with one, its block may
-    serve the next gather, which must then wait for that compute. Were the newest block handed
-    out at once, gather(u+1) would wait for compute(u) and nothing would overlap; so a block is
-    given back one unit late: gather(u+1) writes where unit u-1 was and waits for compute(u-1)
-    only. The host never blocks, and when it runs ahead it reuses those two blocks instead of
-    asking for more: that is what ``limit_all_gathers`` promises. Without the limit the allocator
-    holds a block back until compute has passed it, and no gather waits.
+    serve the next gather, which must then wait for that compute. With prefetching that is fine:
+    gather(u+1) is given out before compute(u) and waits for compute(u-1). Without, it is given
+    out after compute(u); were u's block handed out at once, it would wait for compute(u) and
+    nothing would overlap. So there a block is given back one unit late: gather(u+1) writes where
+    unit u-1 was. Either way two blocks serve all units, the host never blocks, and when it runs
+    ahead it asks for no more: that is what ``limit_all_gathers`` promises. Without the limit the
+    allocator holds a block back until compute has passed it, and no gather waits.
 
     Reduce buffers are allocated on the compute line and freed there, after compute has waited for
     the reduce that read them.
@@ -70,7 +71,7 @@ class HostLines:
     def host_after_reduces(self) -> None:
         """Block the host until the reduce line is empty (gradients that rest on the host)."""
 
-    def give_back(self, buffers: Sequence[Releasable], limited: bool) -> None:
+    def give_back(self, buffers: Sequence[Releasable], late: bool, limited: bool) -> None:
         """Release one unit's buffers as soon as compute is done with them."""
         for buffer in buffers:
             buffer.release()
@@ -136,7 +137,7 @@ class AcceleratorLines(HostLines):
     def host_after_reduces(self) -> None:
         self._reduce.synchronize()
 
-    def give_back(self, buffers: Sequence[Releasable], limited: bool) -> None:
+    def give_back(self, buffers: Sequence[Releasable], late: bool, limited: bool) -> None:
         compute = self._compute(self._device)
         if not limited:
             for buffer in buffers:
@@ -145,6 +146,8 @@ class AcceleratorLines(HostLines):
             return
         self.settle()
         self._owed = (buffers, self._mark(compute))
+        if not late:
+            self.settle()
 
     def take_again(self, buffers: Sequence[Releasable]) -> None:
         if self._owed is not None and self._owed[0] and self._owed[0][0] in buffers:

@@ -100,6 +100,7 @@ class FlatParamHandle:
         self.rank: int = process_group.rank() if shards else 0
         self._mixed_precision = (mp_param_dtype, mp_reduce_dtype)
         self._buffers: dict[tuple[torch.dtype, bool], FullBuffer] = {}
+        self._all_present: torch.Tensor | None = None
         if places is None:
             places = find_places(fully_sharded_module, self.params)
         self.places = [places[p] for p in self.params]
@@ -141,6 +142,8 @@ class FlatParamHandle:
             for place in (place for places in self.places for place in places):
                 del place.module._parameters[place.name]
             self.module.register_parameter("_flat_param", self.flat_param)
+            # The originals are gone; holding them would hold the whole model's memory.
+            self.params = []
         self._bind()
 
     def _cuts(self) -> tuple[list[int], list[tuple[int, int]]]:
@@ -238,9 +241,9 @@ class FlatParamHandle:
         """Keep what is compared, before each use, with what the user may have replaced."""
         visible: Sequence[Any] = self.params if self.use_orig_params else self.sharded
         self._visible = [visible[index] for index in self._indices]
-        watched = self.params if self.use_orig_params else [self.flat_param]
-        self._watched = watched
-        self._addresses = list(map(torch.Tensor.data_ptr, watched))
+        #: The parameters through which the user, or an optimizer, changes the shard.
+        self.watched = self.params if self.use_orig_params else [self.flat_param]
+        self._addresses = list(map(torch.Tensor.data_ptr, self.watched))
 
     def _get_shard_metadata(self, start: int, end: int) -> tuple[Piece, ...]:
         """Pieces for the inclusive range ``start..end`` of the unsharded buffer."""
@@ -283,7 +286,7 @@ class FlatParamHandle:
         """
         if self.skip_writeback_check:
             return
-        if list(map(torch.Tensor.data_ptr, self._watched)) == self._addresses:
+        if list(map(torch.Tensor.data_ptr, self.watched)) == self._addresses:
             found = map(operator.getitem, self._containers, self._keys)
             if not any(map(operator.is_not, found, self._visible)):
                 return
@@ -306,7 +309,7 @@ class FlatParamHandle:
                 if new is old and old.data_ptr() == view.data_ptr():
                     continue
                 check_shape("parameter", places[0], view, new)
-                view.copy_(new.detach())
+                view.data.copy_(new.detach())
                 new.data = view
                 self.params[index] = new
         self._remember()
@@ -331,6 +334,24 @@ class FlatParamHandle:
     def forget_buffers(self) -> None:
         """Make new buffers at the next use."""
         self._buffers.clear()
+        self._all_present = None
+
+    def presence(self, present: Sequence[bool]) -> torch.Tensor:
+        """Where in the whole buffer each rank's piece of each ``present`` parameter begins."""
+        if all(present):
+            if self._all_present is None:
+                self._all_present = self._piece_starts(present)
+            return self._all_present
+        return self._piece_starts(present)
+
+    def _piece_starts(self, present: Sequence[bool]) -> torch.Tensor:
+        starts: list[int] = []
+        for slot, is_present in zip(self.layout.slots, present, strict=True):
+            if is_present and slot.numel:
+                size = self.layout.shard_numel
+                boundaries = range((slot.offset // size + 1) * size, slot.end, size)
+                starts += [slot.offset, *boundaries]
+        return torch.tensor(starts, dtype=torch.long, device=self.device)
 
     def gather_input(self, buffer: FullBuffer) -> torch.Tensor:
         """What this rank contributes to a gather into ``buffer``, in its dtype, on its device."""
@@ -360,13 +381,13 @@ class FlatParamHandle:
         """Per parameter, whether it takes part in training now."""
         if self.use_orig_params:
             return [p.requires_grad for p in self.params]
-        return [self.flat_param.requires_grad] * len(self.params)
+        return [self.flat_param.requires_grad] * len(self.layout.slots)
 
     # -- copies and pickles -------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         """What a handle is, without the views and buffers that follow from it."""
-        derived = ("_buffers", "sharded", "_containers", "_keys", "_visible", "_watched")
+        derived = ("_buffers", "sharded", "_containers", "_keys", "_visible", "watched")
         return {key: value for key, value in self.__dict__.items() if key not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -3,8 +3,9 @@
 Note: absent gradients
     A parameter that no rank used has no gradient, and an optimizer must not step it; one that
     some rank used has one on every rank. A rank marks the place of a parameter it did not use
-    with negative zeros. Their sum stays negative zero only if every rank did so, for any other
-    summand, zero included, turns it positive. A rank that used the parameter need not look.
+    with negative zeros; a rank that used it makes sure that the first element of each rank's
+    piece is none, by adding zero to it. The sum of a piece stays all negative zero only if every
+    rank left the parameter out, and only a rank that did so has to look.
 """
 
 from __future__ import annotations
@@ -74,6 +75,9 @@ def stage(handle: FlatParamHandle, gradients: Gradients, trainable: Sequence[boo
         places = [p for p, g in zip(places, gradients, strict=True) if g is not None]
         absent = [index for index in absent if trainable[index]]
     torch._foreach_copy_(places, present)
+    if handle.use_orig_params and present:
+        starts = handle.presence([gradient is not None for gradient in gradients])
+        flat.index_add_(0, starts, torch.zeros_like(starts, dtype=dtype))
     return Staged(handle, flat, absent)
 
 
@@ -180,7 +184,7 @@ def keep_local(handle: FlatParamHandle, gradients: Gradients) -> None:
         handle.local_gradients = True
     if not handle.use_orig_params:
         gradients = [_flatten(handle, gradients)]
-    for parameter, gradient in zip(_visible(handle), gradients, strict=True):
+    for parameter, gradient in zip(handle.watched, gradients, strict=True):
         if gradient is None:
             continue
         if parameter.grad is None:
@@ -195,19 +199,16 @@ def take_local(handle: FlatParamHandle, gradients: Gradients) -> Gradients:
     if not handle.local_gradients:
         return gradients
     handle.local_gradients = False
-    kept: list[torch.Tensor | None] = [p.grad for p in _visible(handle)]
-    for parameter in _visible(handle):
-        parameter.grad = None
+    kept = [p.grad if p.requires_grad else None for p in handle.watched]
+    for parameter in handle.watched:
+        if parameter.requires_grad:
+            parameter.grad = None
     if not handle.use_orig_params:
         flat = kept[0]
         if flat is None:
             return gradients
         kept = [flat.as_strided(s.shape, s.stride, s.offset) for s in handle.layout.slots]
     return [_sum(old, new) for old, new in zip(kept, gradients, strict=True)]
-
-
-def _visible(handle: FlatParamHandle) -> Sequence[nn.Parameter]:
-    return handle.params if handle.use_orig_params else [handle.flat_param]
 
 
 def _sum(old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:
@@ -231,8 +232,8 @@ def _make_whole(handle: FlatParamHandle) -> None:
     and zeros elsewhere: the mean over the ranks gives every shard back.
     """
     layout, dtype = handle.layout, handle.dtypes.compute
-    for index, parameter in enumerate(_visible(handle)):
-        if parameter.grad is None:
+    for index, parameter in enumerate(handle.watched):
+        if parameter.grad is None or not parameter.requires_grad:
             continue
         reduced = parameter.grad.to(handle.device, dtype)
         if not handle.is_sharded:

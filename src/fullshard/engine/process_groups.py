@@ -75,14 +75,14 @@ def _default_group() -> Any:
     return dist.group.WORLD
 
 
-_node_groups: dict[Any, ProcessGroups] = {}
+_node_groups: dict[tuple[Any, int], ProcessGroups] = {}
 
 
 def _by_node(world: Any) -> ProcessGroups:
     """Shards inside a node, copies across nodes; made once, since all ranks must take part."""
-    known = _node_groups.get(world)
+    size, rank, node = world.size(), world.rank(), _node_size(world.size())
+    known = _node_groups.get((world, node))
     if known is None:
-        size, rank, node = world.size(), world.rank(), _node_size(world.size())
         shards = copies = None
         for first in range(0, size, node):
             group = dist.new_group(list(range(first, first + node)))
@@ -90,7 +90,7 @@ def _by_node(world: Any) -> ProcessGroups:
         for local in range(node):
             group = dist.new_group(list(range(local, size, node)))
             copies = group if rank % node == local else copies
-        known = _node_groups[world] = ProcessGroups(shards, copies)
+        known = _node_groups[world, node] = ProcessGroups(shards, copies)
     return known
 
 

@@ -14,9 +14,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..api import BackwardPrefetch
-from .autograd import BackwardEnd, in_backward, replace_tensors, tensors_in
+from .autograd import (
+    BackwardEnd,
+    holds_reentrant_checkpoint,
+    in_backward,
+    replace_tensors,
+    tensors_in,
+)
 from .device import lines_for
 from .gradients import Gradients
 from .unit import State, Unit
@@ -37,7 +44,18 @@ class Call:
 class Progress:
     """What the schedule keeps per unit."""
 
-    __slots__ = ("active", "inputs_tell", "kept", "open_calls", "prefetched", "reached_in", "task")
+    __slots__ = (
+        "active",
+        "birth",
+        "held",
+        "inputs_tell",
+        "kept",
+        "open_calls",
+        "pinned",
+        "prefetched",
+        "side_outputs",
+        "task",
+    )
 
     def __init__(self) -> None:
         #: Forwards of this unit that are running now.
@@ -46,13 +64,21 @@ class Progress:
         self.prefetched = False
         #: Left gathered by a backward inside ``no_sync``: its content is still right.
         self.kept = False
-        #: The backward in which a gradient last reached the unit's output, and its graph task.
-        self.reached_in = -1
+        #: Left gathered by a backward with ``create_graph``, for the backward that follows.
+        self.pinned = False
+        #: Where the unit's modules keep tensors for others, such as auxiliary losses.
+        self.side_outputs: list[tuple[nn.Module, str]] | None = None
+        #: The graph task in which a gradient reached the unit's output; None when closed.
         self.task: int | None = None
         #: Calls whose outputs were reached and whose inputs were not, see ``Schedule._close``.
         self.open_calls = 0
-        #: Set once the unit was seen to need its parameters after its gradients were there.
-        self.inputs_tell = False
+        #: Whether the unit may need its parameters after its own gradients are there: its inputs'
+        #: gradients tell when it is done. None until its first forward was looked at.
+        self.inputs_tell: bool | None = None
+        #: Needed until the end of backward, since no input's gradient can tell.
+        self.held = False
+        #: When the unit's last forward began, in autograd's numbers.
+        self.birth = 0
 
 
 class Schedule:
@@ -71,8 +97,10 @@ class Schedule:
         self._pending: Unit | None = None
         self._reduced: dict[Unit, None] = {}
         self._with_local_gradients: dict[Unit, None] = {}
+        self._kept_versions: list[int] | None = None
         self._backward = 0
         self._in_backward = False
+        self._creates_graph = False
         self._backward_since_pass = False
         self._lines = lines_for(root.device)
         for unit in self.units:
@@ -112,6 +140,9 @@ class Schedule:
             self._prefetch_forward(exact)
         tracked = torch.is_grad_enabled()
         unit.show_full(tracked)
+        if tracked and not in_backward():
+            progress.birth = torch.autograd._get_sequence_nr()
+            unit.count_as_run_now()
         if tracked and unit.handles and (progress.inputs_tell or unit.is_mixed):
             return self._ask_inputs(unit, inputs)
         return None
@@ -126,16 +157,23 @@ class Schedule:
             output = replace_tensors(output, lambda t: t.clone() if unit.lends(t) else t)
             outputs = list(tensors_in(output))
         tracked = [tensor for tensor in outputs if tensor.requires_grad]
+        if torch.is_grad_enabled():
+            tracked += self._side_outputs(unit)
         if tracked:
             hook = functools.partial(self._on_output_gradient, unit, unit.exact, call)
             for tensor in tracked:
                 tensor.register_hook(hook)
+            if progress.inputs_tell is None:
+                progress.inputs_tell = holds_reentrant_checkpoint(tracked, progress.birth)
+                progress.held = progress.inputs_tell
             self._passed.append((unit, unit.exact))
         if in_backward():
             return output
         # A module that hides its outputs from us may still need its parameters in backward.
         hidden = not outputs and torch.is_grad_enabled() and unit.has_trainable
-        if not (tracked or hidden):
+        if progress.pinned:
+            unit.show_sharded()
+        elif not (tracked or hidden):
             self._shelve(unit)
         elif unit.options.frees_after_forward and not hidden:
             if self._depth == 1:
@@ -151,7 +189,9 @@ class Schedule:
         """A unit's forward raised: leave nothing behind."""
         progress = self._progress[unit]
         if progress.active == 1 and not in_backward() and not unit.summoned:
-            self._shelve(unit)
+            # From the outermost one, nothing of this pass is left to wait for a backward.
+            for other in [unit] if self._depth > 1 else [unit, *self._out]:
+                self._shelve(other)
 
     def leave(self, unit: Unit) -> None:
         """A unit's forward is over, one way or the other."""
@@ -159,6 +199,7 @@ class Schedule:
         self._progress[unit].active -= 1
         if self._depth == 0 and not in_backward():
             self._drop_prefetched()
+            self._lines.settle()
 
     def _check_summoned(self, unit: Unit) -> None:
         if torch.is_grad_enabled() and unit.has_trainable:
@@ -167,11 +208,30 @@ class Schedule:
                 "gradients unreduced; run it under torch.no_grad(), or outside of the context"
             )
 
+    def _side_outputs(self, unit: Unit) -> list[torch.Tensor]:
+        """Tensors that the unit's modules keep as attributes, by which autograd may enter too.
+
+        Where to look is learned at the unit's first forward.
+        """
+        progress = self._progress[unit]
+        if progress.side_outputs is None:
+            progress.side_outputs = [
+                (module, name)
+                for module in unit.module.modules()
+                for name, value in vars(module).items()
+                if not name.startswith("_") and any(map(unit.made, tensors_in(value)))
+            ]
+        found = [tensors_in(vars(m).get(name)) for m, name in progress.side_outputs]
+        return [tensor for tensors in found for tensor in tensors if unit.made(tensor)]
+
     def _begin_pass(self, unit: Unit) -> None:
-        unit.shards.agree("forward", unit.name, begins_pass=True)
+        unit.begin_pass()
+        changed = self._kept_versions is not None and self._kept_versions != self._versions()
+        self._kept_versions = None
         for other in [*self._out]:
             # Gathered for a backward that has not come; the parameters may have changed since.
-            if not self._progress[other].kept:
+            progress = self._progress[other]
+            if changed or not (progress.kept or progress.pinned):
                 self._shelve(other)
         self._lines.gather_after_compute()
         self._previous_order, self._order = self._order, []
@@ -179,6 +239,10 @@ class Schedule:
             self._passed.clear()
             self._backward_since_pass = False
         self._cursor = len(self._passed)
+
+    def _versions(self) -> list[int]:
+        """Counts of in-place changes to the parameters, by which kept full ones are checked."""
+        return [p._version for unit in self.units for h in unit.handles for p in h.watched]
 
     def _prefetch_forward(self, exact: bool) -> None:
         position = len(self._order) - 1
@@ -194,6 +258,7 @@ class Schedule:
         """
         tensors = [t for t in tensors_in(inputs) if t.requires_grad]
         if not tensors:
+            self._progress[unit].held = bool(self._progress[unit].inputs_tell)
             return None
         call = Call()
         hook = functools.partial(self._on_input_gradients, unit, call)
@@ -209,6 +274,7 @@ class Schedule:
         if not self._in_backward:
             self._in_backward = True
             self._backward_since_pass = True
+            self._creates_graph = torch.is_grad_enabled()
             self._backward += 1
             self._cursor = len(self._passed)
             BackwardEnd(self._finish_backward, self._break_off_backward)
@@ -232,13 +298,17 @@ class Schedule:
 
     def _on_gradients(self, unit: Unit, gradients: Sequence[Gradients]) -> None:
         self._enter_backward()
+        with torch.no_grad():
+            self._take_gradients(unit, gradients)
+
+    def _take_gradients(self, unit: Unit, gradients: Sequence[Gradients]) -> None:
         self._carry_out_reduce()
         progress = self._progress[unit]
         if progress.task is not None and progress.task != torch._C._current_graph_task_id():
             # A reentrant checkpoint inside the unit: a part of its backward, in a graph of its
             # own. More parts may follow, and they need the parameters.
             progress.inputs_tell = True
-        elif progress.open_calls == 0:
+        elif progress.open_calls == 0 and not progress.held:
             self._close(unit)
         if unit.synchronizes:
             self._with_local_gradients.pop(unit, None)
@@ -266,7 +336,11 @@ class Schedule:
         progress = self._progress[unit]
         progress.task = None
         progress.open_calls = 0
-        if not unit.synchronizes and unit.options.keeps_full_after_forward:
+        if self._creates_graph:
+            # Gradients that are differentiated again reach the parameters by ways of their own.
+            progress.pinned = True
+            unit.show_sharded()
+        elif not unit.synchronizes and unit.options.keeps_full_after_forward:
             progress.kept = True
             unit.show_sharded()
         else:
@@ -332,8 +406,13 @@ class Schedule:
             progress = self._progress[unit]
             progress.task = None
             progress.open_calls = 0
-            if not progress.kept:
+            progress.held = False
+            if self._creates_graph and not progress.prefetched:
+                progress.pinned = True
+                unit.show_sharded()
+            elif not progress.kept:
                 self._shelve(unit)
+        self._kept_versions = self._versions() if self._out else None
         self._lines.settle()
 
     # -- gathering and freeing ----------------------------------------------------------------
@@ -361,7 +440,9 @@ class Schedule:
     def _shelve(self, unit: Unit) -> None:
         """Back to sharded: what every unit is outside of its compute."""
         progress = self._progress[unit]
-        progress.prefetched = progress.kept = False
+        progress.prefetched = progress.kept = progress.pinned = False
         self._out.pop(unit, None)
         unit.show_sharded()
-        unit.release()
+        options = unit.options
+        prefetches = options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+        unit.release(late=not (prefetches if self._in_backward else options.forward_prefetch))

@@ -91,7 +91,7 @@ class Unit:
         self.synchronizes = True
         #: Called with all full gradients of the unit (one per parameter) when they are there.
         self.on_gradients: Callable[[Unit, Sequence[flow.Gradients]], None] | None = None
-        self._work: Any = None
+        self._works: list[Any] = []
         #: The full buffers in use, one per group; empty while sharded.
         self.gathered: list[FullBuffer] = []
         #: Whether full parameters are shown by ``summon_full_params``.
@@ -106,7 +106,7 @@ class Unit:
         return {
             **self.__dict__,
             "on_gradients": None,
-            "_work": None,
+            "_works": [],
             "gathered": [],
             "_nodes": {},
             "_undecided": [],
@@ -155,7 +155,7 @@ class Unit:
                     inputs.append(handle.gather_input(buffer))
                     outputs.append(buffer.alias)
             if outputs:
-                self._work = self.shards.gather(outputs, inputs, self.name)
+                self._works = self.shards.gather(outputs, inputs, self.name)
         self.state = State.GATHERING
 
     def finish_gather(self) -> None:
@@ -163,30 +163,30 @@ class Unit:
         if self.state is not State.GATHERING:
             return
         lines = lines_for(self.device)
-        if self._work is not None:
+        if self._works:
             with lines.on_gather():
                 self._wait()
         if self.gathered:
             lines.compute_after(lines.mark_gathered())
         self.state = State.GATHERED
 
-    def release(self) -> None:
+    def release(self, late: bool = False) -> None:
         """Give the full buffers back; the module must not be showing them."""
         if self.state is State.SHARDED:
             return
         self.finish_gather()
         lines = lines_for(self.device)
-        lines.give_back(self.gathered, self.options.limit_all_gathers)
+        lines.give_back(self.gathered, late, self.options.limit_all_gathers)
         self.gathered = []
         self.state = State.SHARDED
 
     def _wait(self) -> None:
-        work, self._work = self._work, None
+        works, self._works = self._works, []
         try:
-            self.shards.wait(work)
+            self.shards.wait(*works)
         except BaseException:
             # The collective may still write into these buffers: let them go unfreed.
-            _lost.append((work, self.gathered))
+            _lost.append((works, self.gathered))
             for handle in self.handles:
                 handle.forget_buffers()
             self.forget_views()
@@ -198,6 +198,14 @@ class Unit:
         return handle.dtypes.shard if exact else handle.dtypes.compute
 
     # -- showing ------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """Agree with the other ranks that a pass begins with this unit."""
+        kind = "forward" if torch.is_grad_enabled() else "evaluation"
+        if not self.synchronizes:
+            kind += " without synchronization"
+        for group in filter(None, (self.shards, self.copies)):
+            group.begin_pass(kind, self.name)
 
     def show_full(self, tracked: bool) -> None:
         """Put full parameters in place; ``tracked`` ones lead autograd to the unit's reduce."""
@@ -224,6 +232,10 @@ class Unit:
         """Whether ``tensor`` lies in memory that goes when the full parameters go."""
         return any(buffer.holds(tensor) for buffer in self.gathered)
 
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` may lead autograd into this unit, and is not a parameter of it."""
+        return tensor.grad_fn is not None and not self.lends(tensor)
+
     def write_back(self) -> None:
         """Take over what the user replaced; only while sharded parameters are shown."""
         for handle in self.handles:
@@ -236,10 +248,13 @@ class Unit:
         known = self._nodes.get(key)
         if known is None:
             known = self._nodes[key] = self._make_node(trainable)
-        node, tensors = known
-        if node is not None:
-            node.born_now()
-        return tensors
+        return known[1]
+
+    def count_as_run_now(self) -> None:
+        """Let autograd reach the unit's reduce before what ran earlier: see ``autograd.py``."""
+        for node, _ in self._nodes.values():
+            if node is not None:
+                node.born_now()
 
     def _make_node(
         self, trainable: list[list[bool]]
@@ -285,7 +300,7 @@ class Unit:
         """Stage what ``no_sync`` left behind in a unit that this backward did not reach."""
         kept = [handle.local_gradients for handle in self.handles]
         if any(kept):
-            self.stage_gradients([[None] * len(handle.params) for handle in self.handles])
+            self.stage_gradients([[None] * len(handle.layout.slots) for handle in self.handles])
         return any(kept)
 
     def reduce_staged(self) -> None:

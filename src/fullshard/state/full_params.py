@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..engine.buffers import FullBuffer
+from ..engine.device import lines_for
 from ..engine.flat_param import FlatParamHandle, check_shape
 from ..engine.gradients import set_gradient
 from ..engine.schedule import Schedule
@@ -44,6 +45,8 @@ def summon(
     finally:
         for item in reversed(summoned):
             item.dismiss(writeback)
+        for unit, _ in units:
+            lines_for(unit.device).settle()
 
 
 class _Summoned:
@@ -52,7 +55,7 @@ class _Summoned:
     def __init__(self, unit: Unit, visible: bool, to_cpu: bool, with_grads: bool) -> None:
         self._unit = unit
         unit.write_back()
-        unit.shards.agree("summon", unit.name, begins_pass=True)
+        unit.shards.begin_pass("summon", unit.name)
         unit.start_gather(exact=True)
         unit.finish_gather()
         unit.summoned = True
@@ -147,7 +150,8 @@ class _Part:
             )
             flat = full.copy_(parameter.detach()).as_strided((slot.numel,), (1,))
             mine = flat[piece.start : piece.start + piece.numel]
-            handle.shard_tensor[piece.offset : piece.offset + piece.numel].copy_(mine)
+            # Through data: autograd must not take it for a change of a saved full parameter.
+            handle.shard_tensor.data[piece.offset : piece.offset + piece.numel].copy_(mine)
 
     def _take_gradients(self, found: Sequence[nn.Parameter | None], writeback: bool) -> None:
         handle = self._handle
@@ -180,7 +184,7 @@ def _whole_gradients(unit: Unit, handle: FlatParamHandle) -> list[torch.Tensor |
             shard[piece.offset : piece.offset + piece.numel].copy_(parameter.grad)
             present[index] = 1
     full = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=shard.device)
-    unit.shards.wait(unit.shards.gather([full], [shard], unit.name))
+    unit.shards.wait(*unit.shards.gather([full], [shard], unit.name))
     unit.shards.all_reduce(present, unit.name)
     views = [full.as_strided(s.shape, s.stride, s.offset) for s in slots]
     return [view if some else None for view, some in zip(views, present.tolist(), strict=True)]

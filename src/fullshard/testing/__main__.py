@@ -32,6 +32,7 @@ def main(arguments: list[str]) -> int:
         importlib.import_module("pytest")
     except ImportError:
         pytest_stand_in.install()
+    _let_cases_take_their_time()
     # As with python -m pytest, tests may import from the folder the command runs in.
     sys.path.insert(0, os.getcwd())
     results: Counter[str] = Counter()
@@ -66,6 +67,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=DEVICE_TYPES, help="the device that ranks compute on")
     parser.add_argument("-k", dest="keyword", default="", help="only tests whose name contains it")
     return parser
+
+
+def _let_cases_take_their_time() -> None:
+    """Switch off hypothesis's time limit for a case: the first one on ranks starts them."""
+    try:
+        hypothesis = importlib.import_module("hypothesis")
+    except ImportError:
+        return
+    hypothesis.settings.register_profile("ranks", deadline=None)
+    hypothesis.settings.load_profile("ranks")
 
 
 def _run_file(file: Path, keyword: str, results: Counter[str]) -> None:

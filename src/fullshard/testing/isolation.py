@@ -15,25 +15,32 @@ from torch.distributed import distributed_c10d
 
 from .protocol import LOOPBACK, Assignment, Request
 
+# Ranks are on one machine; its name may not resolve, its loopback interface is there.
+_DEFAULTS = {"GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
 
-def rank_environment(assignment: Assignment) -> dict[str, str]:
-    """What a launcher would set, so that code which reads it works on a rank too."""
-    return {
-        "RANK": str(assignment.rank),
-        "LOCAL_RANK": str(assignment.rank),
-        "WORLD_SIZE": str(assignment.world_size),
-        "LOCAL_WORLD_SIZE": str(assignment.world_size),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(assignment.spare_port),
-        "OMP_NUM_THREADS": "1",
-        "FULLSHARD_TEST_DEVICE": assignment.device,
-    }
+
+def rank_environment(assignment: Assignment, outside: dict[str, str]) -> dict[str, str]:
+    """The environment outside of the ranks with what a launcher would set for each of them."""
+    return (
+        _DEFAULTS
+        | outside
+        | {
+            "RANK": str(assignment.rank),
+            "LOCAL_RANK": str(assignment.rank),
+            "WORLD_SIZE": str(assignment.world_size),
+            "LOCAL_WORLD_SIZE": str(assignment.world_size),
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(assignment.spare_port),
+            "OMP_NUM_THREADS": "1",
+            "FULLSHARD_TEST_DEVICE": assignment.device,
+        }
+    )
 
 
 @contextlib.contextmanager
 def isolated(assignment: Assignment, request: Request) -> Iterator[None]:
     """Run one request's function inside this."""
-    _set_environment(request.environment | rank_environment(assignment))
+    _set_environment(rank_environment(assignment, request.environment))
     os.chdir(request.working_directory)
     sys.path[:] = request.import_path
     _reset_torch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import pickle
 import socket
@@ -189,7 +190,8 @@ def checked_world_size(world_size: int) -> int:
 
 
 def _checked_seconds(name: str, seconds: float) -> float:
-    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not (is_number and math.isfinite(seconds) and seconds > 0):
         raise RankSetupError(
             f"{name} is {seconds!r}, expected a number of seconds above 0: correct the number"
         )

@@ -60,10 +60,7 @@ _this_rank: Assignment | None = None
 def _join(assignment: Assignment) -> dist.ProcessGroup:
     global _this_rank
     _this_rank = assignment
-    os.environ.update(rank_environment(assignment))
-    # Ranks are on one machine; its name may not resolve, its loopback interface is there.
-    loopback_interface = "lo" if sys.platform == "linux" else "lo0"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface)
+    os.environ.update(rank_environment(assignment, dict(os.environ)))
     torch.set_num_threads(1)
     if assignment.device == "cuda":
         torch.cuda.set_device(assignment.rank % torch.cuda.device_count())

@@ -1,0 +1,111 @@
+"""Watches how much memory is in use: independent of who allocates, and of what for.
+
+On a GPU torch's allocator counts. On the host glibc does, for all threads (gloo's own let go of
+tensors, too); it is asked before and after every operation of torch. Collectives are complete when
+they start: what they fill is there as early as it can be, and gloo's own scratch is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.traffic import immediate_collectives
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fullshard.testing import device
+
+
+@dataclass
+class Memory:
+    """Bytes beyond those that were in use at the beginning."""
+
+    peak: int = 0
+    left: int = 0
+
+
+@contextlib.contextmanager
+def watched_memory() -> Iterator[Memory]:
+    """Watch the device that tests compute on."""
+    with _watched_host() if device().type == "cpu" else _watched_gpu() as memory:
+        yield memory
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    ]
+
+
+def _bytes_in_use() -> int:
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        pytest.skip("memory on the host is counted by glibc's mallinfo2")
+    mallinfo.restype = _Mallinfo
+    found = mallinfo()
+    return int(found.uordblks + found.hblkhd)
+
+
+class _Sampling(TorchDispatchMode):
+    """Looks at the memory in use before and after every operation."""
+
+    peak = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        is_collective = function.namespace == "c10d"
+        self.peak = max(self.peak, _bytes_in_use())
+        result = function(*args, **(kwargs or {}))
+        if not is_collective:
+            self.peak = max(self.peak, _bytes_in_use())
+        return result
+
+
+@contextlib.contextmanager
+def _watched_host() -> Iterator[Memory]:
+    memory = Memory()
+    _settle()
+    before = _bytes_in_use()
+    with immediate_collectives(), _Sampling() as sampling:
+        yield memory
+    _settle()
+    memory.peak = sampling.peak - before
+    memory.left = _bytes_in_use() - before
+
+
+def _settle() -> None:
+    gc.collect()
+    # Gloo's threads may still hold what they worked on.
+    time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def _watched_gpu() -> Iterator[Memory]:
+    memory = Memory()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    yield memory
+    torch.cuda.synchronize()
+    memory.peak = torch.cuda.max_memory_allocated() - before
+    memory.left = torch.cuda.memory_allocated() - before

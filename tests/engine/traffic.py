@@ -1,0 +1,94 @@
+"""Stands between fullshard and torch's process groups: counts bytes, or completes calls at once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_GATHERS = (
+    "allgather",
+    "_allgather_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "allgather_into_tensor_coalesced",
+)
+_REDUCES = (
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced",
+    "alltoall_base",
+)
+
+
+@dataclass
+class Traffic:
+    """Launches, and bytes of the largest side of each: what is gathered, what is reduced."""
+
+    gathered: int = 0
+    reduced: int = 0
+    launches: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def counted_traffic() -> Iterator[Traffic]:
+    """Count what this rank hands to collectives."""
+    traffic = Traffic()
+
+    def count(name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nbytes = max(_nbytes(value) for value in (*args[1:], *kwargs.values()))
+        if name in _GATHERS:
+            traffic.gathered += nbytes
+        else:
+            traffic.reduced += nbytes
+        traffic.launches.append(name)
+        return call(*args, **kwargs)
+
+    with _replaced(count):
+        yield traffic
+
+
+@contextlib.contextmanager
+def immediate_collectives() -> Iterator[None]:
+    """Let collectives be complete when the call that starts them returns."""
+
+    def complete(name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        work = call(*args, **kwargs)
+        work.wait()
+        return work
+
+    with _replaced(complete):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(replacement: Callable[..., Any]) -> Iterator[None]:
+    names = [name for name in (*_GATHERS, *_REDUCES) if hasattr(dist.ProcessGroup, name)]
+    # What stands in the class is a descriptor; what it is called by is not.
+    originals = {name: dist.ProcessGroup.__dict__[name] for name in names}
+    for name in names:
+        call = functools.partial(replacement, name, getattr(dist.ProcessGroup, name))
+        setattr(dist.ProcessGroup, name, functools.partialmethod(_call, call))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist.ProcessGroup, name, original)
+
+
+def _call(group: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return call(group, *args, **kwargs)
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(map(_nbytes, value)) if isinstance(value, list | tuple) else 0

@@ -1,0 +1,294 @@
+"""What people do with autograd: in-place inputs, gradient penalties, auxiliary losses, hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.original.training import (
+    MODES,
+    STRATEGIES,
+    WIDTH,
+    Block,
+    Net,
+    assert_at_rest,
+    assert_same_parameters,
+    blocks_policy,
+    build,
+    compare,
+    inputs,
+    train_step,
+)
+from torch import nn
+
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import ShardingStrategy
+from fullshard.testing import ranks
+
+EACH_MODE = pytest.mark.parametrize(("strategy", "use_orig_params"), MODES)
+EACH_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+def wrapped(strategy: ShardingStrategy, use_orig_params: bool = True) -> FSDP:
+    return FSDP(
+        build(Net),
+        sharding_strategy=strategy,
+        auto_wrap_policy=blocks_policy(),
+        use_orig_params=use_orig_params,
+    )
+
+
+@EACH_MODE
+@ranks(2)
+def test_a_unit_may_change_its_input_in_place(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    class InPlace(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
+
+    compare(
+        lambda: nn.Sequential(nn.Linear(5, WIDTH), InPlace(), InPlace()),
+        sharding_strategy=strategy,
+        auto_wrap_policy=lambda module, recurse, **_: recurse or isinstance(module, InPlace),
+        use_orig_params=use_orig_params,
+    )
+
+
+@EACH_STRATEGY
+@ranks(2)
+def test_a_units_output_may_be_changed_in_place(strategy: ShardingStrategy) -> None:
+    class Changes(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x)
+            for block in self.blocks:
+                x = block(x)
+                x += 1
+                x[:, 0] *= 2
+            return self.head(x)
+
+    def step_of(model: nn.Module, step: int) -> torch.Tensor:
+        output = model(inputs(step))
+        output.mul_(2)
+        loss = output.square().mean()
+        loss.backward()
+        return loss.detach()
+
+    compare(Changes, step_of, sharding_strategy=strategy)
+
+
+@EACH_MODE
+@ranks(2)
+def test_gradients_of_inputs_alone_leave_the_parameters_without(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    bare, model = build(Net), wrapped(strategy, use_orig_params)
+    found = []
+    for each in (bare, model):
+        x = inputs(0).requires_grad_()
+        (gradient,) = torch.autograd.grad(each(x).square().mean(), x)
+        found.append(gradient)
+    torch.testing.assert_close(*found)
+    assert all(p.grad is None for p in model.parameters())
+    assert_at_rest(model)
+    for each in (bare, model):
+        train_step(each, 1)
+    assert_same_parameters(bare, model)
+
+
+@EACH_STRATEGY
+@ranks(2)
+def test_backward_with_inputs_chosen_leaves_the_parameters_without(
+    strategy: ShardingStrategy,
+) -> None:
+    bare, model = build(Net), wrapped(strategy)
+    found = []
+    for each in (bare, model):
+        x = inputs(0).requires_grad_()
+        each(x).square().mean().backward(inputs=[x])
+        found.append(x.grad)
+    torch.testing.assert_close(*found)
+    assert all(p.grad is None for p in model.parameters())
+    assert_at_rest(model)
+
+
+@EACH_STRATEGY
+@ranks(2)
+def test_inputs_get_the_gradients_they_get_without_sharding(strategy: ShardingStrategy) -> None:
+    bare, model = build(Net), wrapped(strategy)
+    found = []
+    for each in (bare, model):
+        x = inputs(0).requires_grad_()
+        each(x).square().mean().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(*found)
+
+
+def penalised(model: nn.Module, step: int) -> torch.Tensor:
+    """The WGAN-GP pattern: the norm of the inputs' gradient is a part of the loss."""
+    x = inputs(step).requires_grad_()
+    output = model(x)
+    (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    loss = output.mean() + (gradient.norm(dim=1) - 1).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+@EACH_MODE
+@ranks(2)
+def test_a_gradient_penalty_trains_as_without_sharding(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    compare(step_of=penalised, sharding_strategy=strategy, use_orig_params=use_orig_params)
+
+
+@EACH_STRATEGY
+@ranks(2)
+def test_a_gradient_penalty_over_one_unit_trains_as_without_sharding(
+    strategy: ShardingStrategy,
+) -> None:
+    compare(step_of=penalised, sharding_strategy=strategy, auto_wrap_policy=lambda **_: False)
+
+
+class StoresLosses(Net):
+    """Mixture-of-experts style: every block leaves an auxiliary loss on itself."""
+
+    class Storing(Block):
+        aux: torch.Tensor
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = torch.tanh(self.up(x))
+            self.aux = hidden.square().mean() * self.scale.square().sum()
+            return x + self.down(hidden)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Storing() for _ in range(3))
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("collected", ["in forward", "after forward"])
+@EACH_STRATEGY
+@ranks(2)
+def test_auxiliary_losses_stored_on_modules_reach_their_parameters(
+    strategy: ShardingStrategy, collected: str, alone: bool
+) -> None:
+    class Collects(StoresLosses):
+        def forward(self, x: torch.Tensor) -> Any:
+            output = super().forward(x)
+            return output, sum(self.auxiliaries())
+
+        def auxiliaries(self) -> list[torch.Tensor]:
+            return [getattr(block, "module", block).aux for block in self.blocks]
+
+    def step_of(model: Any, step: int) -> torch.Tensor:
+        output, auxiliary = model(inputs(step))
+        if collected == "after forward":
+            module = model.module if isinstance(model, FSDP) else model
+            auxiliary = sum(module.auxiliaries())
+        loss = auxiliary if alone else output.square().mean() + auxiliary
+        loss.backward()
+        return loss.detach()
+
+    compare(
+        Collects,
+        step_of,
+        sharding_strategy=strategy,
+        auto_wrap_policy=lambda module, recurse, **_: recurse or isinstance(module, Block),
+    )
+
+
+@EACH_STRATEGY
+@ranks(2)
+def test_users_hooks_see_what_they_see_without_sharding(strategy: ShardingStrategy) -> None:
+    bare, model = build(Net), wrapped(strategy)
+    seen: list[list[torch.Tensor]] = []
+    for each in (bare, model):
+        record: list[torch.Tensor] = []
+        module: Any = each.module if isinstance(each, FSDP) else each
+        block = getattr(module.blocks[1], "module", module.blocks[1])
+        block.register_forward_pre_hook(lambda m, args, r=record: r.append(args[0].detach()))
+        block.register_forward_hook(lambda m, args, out, r=record: r.append(out.detach()))
+        block.up.register_forward_hook(
+            lambda m, args, out, r=record: r.append(m.weight.detach().clone())
+        )
+        block.register_full_backward_pre_hook(lambda m, grads, r=record: r.append(grads[0]))
+        block.register_full_backward_hook(
+            lambda m, grads_in, grads_out, r=record: r.extend((grads_in[0], grads_out[0]))
+        )
+        each.register_forward_hook(lambda m, args, out: out * 2)
+        train_step(each, 0)
+        seen.append(record)
+    assert len(seen[0]) == 6
+    torch.testing.assert_close(seen[1], seen[0])
+
+
+@EACH_STRATEGY
+@ranks(2)
+def test_a_weight_reaches_the_module_through_a_hooked_tensor_derived_from_it(
+    strategy: ShardingStrategy,
+) -> None:
+    """A user may hook what is computed from a full parameter: it scales the gradient."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight = self.linear.weight * 1.0
+            if weight.requires_grad:
+                weight.register_hook(lambda gradient: gradient * 3)
+            return nn.functional.linear(x, weight, self.linear.bias)
+
+    compare(Scaled, sharding_strategy=strategy)
+
+
+@EACH_STRATEGY
+@ranks(2)
+def test_gradients_flow_into_unmanaged_parameters_beside_the_units(
+    strategy: ShardingStrategy,
+) -> None:
+    """Only blocks are wrapped; what surrounds them is the user's own business."""
+    reference, model = build(Net), build(Net)
+    for index in range(3):
+        model.blocks[index] = FSDP(
+            model.blocks[index], sharding_strategy=strategy, use_orig_params=True
+        )
+    for each in (reference, model):
+        train_step(each, 0)
+    torch.testing.assert_close(model.embed.weight.grad, reference.embed.weight.grad)
+    torch.testing.assert_close(model.head.weight.grad, reference.head.weight.grad)
+    assert_at_rest(model)
+
+
+@EACH_STRATEGY
+@ranks(2)
+def test_saved_tensor_hooks_that_move_activations_away_are_harmless(
+    strategy: ShardingStrategy,
+) -> None:
+    def step_of(model: nn.Module, step: int) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            loss = model(inputs(step)).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    compare(step_of=step_of, sharding_strategy=strategy)
+
+
+@EACH_STRATEGY
+@ranks(2)
+def test_a_detached_and_reattached_pipeline_of_two_graphs(strategy: ShardingStrategy) -> None:
+    """Backward in two halves, by hand, as pipeline schedules do."""
+
+    def step_of(model: Any, step: int) -> torch.Tensor:
+        module = model.module if isinstance(model, FSDP) else model
+        hidden = module.blocks[0](inputs(step, 4, WIDTH))
+        cut = hidden.detach().requires_grad_()
+        loss = module.blocks[2](module.blocks[1](cut)).square().mean()
+        loss.backward()
+        hidden.backward(cut.grad)
+        return loss.detach()
+
+    compare(step_of=step_of, sharding_strategy=strategy)

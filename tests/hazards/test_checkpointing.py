@@ -1,0 +1,258 @@
+"""Activation checkpointing of both kinds: inside units, around them, with frozen parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.original.training import (
+    MODES,
+    STRATEGIES,
+    WIDTH,
+    Block,
+    Net,
+    blocks_policy,
+    build,
+    compare,
+    compare_models,
+)
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from fullshard import BackwardPrefetch, ShardingStrategy
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard.testing import ranks
+
+EACH_MODE = pytest.mark.parametrize(("strategy", "use_orig_params"), MODES)
+EACH_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
+EACH_KIND = pytest.mark.parametrize("reentrant", [True, False])
+
+
+class InsideBlock(Block):
+    """A part of the unit's own computation is checkpointed, in two pieces."""
+
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(lambda x: torch.tanh(self.up(x)), x, use_reentrant=self.reentrant)
+        out = checkpoint(self.down, hidden, use_reentrant=self.reentrant)
+        return x + self.scale * out
+
+
+class InsideReentrant(InsideBlock):
+    reentrant = True
+
+
+class Around(Net):
+    """Each unit, or all of them together, in a checkpoint."""
+
+    def __init__(self, reentrant: bool, together: bool, block: type[Block] = Block) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.reentrant, self.together = reentrant, together
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        if self.together:
+            x = checkpoint(self.run_blocks, x, use_reentrant=self.reentrant)
+        else:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def policy(module: nn.Module, recurse: bool, **_: Any) -> bool:
+    return recurse or isinstance(module, Block)
+
+
+@EACH_MODE
+@EACH_KIND
+@ranks(2)
+def test_checkpoints_inside_a_unit(
+    reentrant: bool, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    class Inside(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            kind = InsideReentrant if reentrant else InsideBlock
+            self.blocks = nn.ModuleList(kind() for _ in range(3))
+
+    compare(
+        Inside,
+        sharding_strategy=strategy,
+        auto_wrap_policy=policy,
+        use_orig_params=use_orig_params,
+    )
+
+
+@EACH_MODE
+@EACH_KIND
+@pytest.mark.parametrize("together", [False, True])
+@ranks(2)
+def test_checkpoints_around_units(
+    together: bool, reentrant: bool, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    compare(
+        lambda: Around(reentrant, together),
+        sharding_strategy=strategy,
+        auto_wrap_policy=policy,
+        use_orig_params=use_orig_params,
+    )
+
+
+@EACH_STRATEGY
+@pytest.mark.parametrize("prefetch", [None, BackwardPrefetch.BACKWARD_POST])
+@ranks(2)
+def test_checkpoints_around_checkpoints(
+    prefetch: BackwardPrefetch | None, strategy: ShardingStrategy
+) -> None:
+    compare(
+        lambda: Around(reentrant=False, together=True, block=InsideBlock),
+        sharding_strategy=strategy,
+        auto_wrap_policy=policy,
+        backward_prefetch=prefetch,
+    )
+
+
+@EACH_MODE
+@EACH_KIND
+@pytest.mark.parametrize("outside", [False, True])
+@ranks(2)
+def test_checkpoint_wrappers_inside_and_outside_of_units(
+    outside: bool, reentrant: bool, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    reference, bare = build(Net), build(Net)
+    if outside:
+        bare.blocks = nn.ModuleList(
+            checkpoint_wrapper(FSDP(block, **options), checkpoint_impl=impl)
+            for block in bare.blocks
+        )
+    else:
+        bare.blocks = nn.ModuleList(
+            FSDP(checkpoint_wrapper(block, checkpoint_impl=impl), **options)
+            for block in bare.blocks
+        )
+    model = FSDP(bare, **options)
+    assert [n for n, _ in model.named_buffers()] == []
+    compare_models(reference, model)
+
+
+@EACH_STRATEGY
+@ranks(2)
+def test_checkpointing_applied_after_wrapping(strategy: ShardingStrategy) -> None:
+    reference = build(Net)
+    model = FSDP(
+        build(Net),
+        sharding_strategy=strategy,
+        auto_wrap_policy=blocks_policy(),
+        use_orig_params=True,
+    )
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    compare_models(reference, model)
+
+
+@EACH_STRATEGY
+@EACH_KIND
+@pytest.mark.parametrize("frozen", ["up", "blocks.1", "blocks.0"])
+@ranks(2)
+def test_checkpointed_units_with_frozen_parts(
+    frozen: str, reentrant: bool, strategy: ShardingStrategy
+) -> None:
+    def make() -> nn.Module:
+        model = Around(reentrant, together=False)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(frozen not in name)
+        return model
+
+    compare(make, sharding_strategy=strategy, auto_wrap_policy=policy)
+
+
+@EACH_STRATEGY
+@EACH_KIND
+@ranks(2)
+def test_checkpointed_parts_of_a_unit_with_frozen_parts(
+    reentrant: bool, strategy: ShardingStrategy
+) -> None:
+    def make() -> nn.Module:
+        kind = InsideReentrant if reentrant else InsideBlock
+        model = Net()
+        model.blocks = nn.ModuleList(kind() for _ in range(3))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("up" not in name)
+        return model
+
+    compare(make, sharding_strategy=strategy, auto_wrap_policy=policy)
+
+
+@EACH_STRATEGY
+@EACH_KIND
+@ranks(2)
+def test_a_sequence_of_checkpointed_segments(reentrant: bool, strategy: ShardingStrategy) -> None:
+    class Segments(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(5, WIDTH)
+            self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint_sequential(self.blocks, 2, self.embed(x), use_reentrant=reentrant)
+
+    compare(Segments, sharding_strategy=strategy, auto_wrap_policy=policy)
+
+
+@EACH_STRATEGY
+@EACH_KIND
+@ranks(2)
+def test_one_unit_under_two_checkpoints_in_one_step(
+    reentrant: bool, strategy: ShardingStrategy
+) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(5, WIDTH)
+            self.block = Block()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x)
+            for _ in range(2):
+                x = checkpoint(self.block, x, use_reentrant=reentrant)
+            return self.block(x)
+
+    compare(Twice, sharding_strategy=strategy, auto_wrap_policy=policy)
+
+
+@EACH_STRATEGY
+@ranks(2)
+def test_selective_checkpointing(strategy: ShardingStrategy) -> None:
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def contexts() -> Any:
+        def choose(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            keep = op is torch.ops.aten.addmm.default
+            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(choose)
+
+    class Selective(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x)
+            for block in self.blocks:
+                run: Callable[..., Any] = block
+                x = checkpoint(run, x, use_reentrant=False, context_fn=contexts)
+            return self.head(x)
+
+    compare(Selective, sharding_strategy=strategy, auto_wrap_policy=policy)

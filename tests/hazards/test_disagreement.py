@@ -1,0 +1,290 @@
+"""Ranks that run different units: every rank says so within seconds; healthy ones never do.
+
+Each test here has a process group of its own, since a group is unusable after ranks disagreed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.original.training import (
+    STRATEGIES,
+    WIDTH,
+    Block,
+    assert_same_parameters,
+    build,
+    inputs,
+)
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import RanksDisagreeError, ShardingStrategy
+from fullshard.engine import agreement
+from fullshard.testing import device, ranks
+
+SHARDING = pytest.mark.parametrize("strategy", STRATEGIES[:2])
+SIZES = pytest.mark.parametrize("sizes", ["equal", "different"])
+STEPS = pytest.mark.parametrize("healthy_steps", [0, 2])
+
+
+class Wide(Block):
+    """A block whose inner width is given, so that units differ in size."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, inner)
+        self.down = nn.Linear(inner, WIDTH, bias=False)
+
+
+class Ordered(nn.Module):
+    def __init__(self, sizes: str = "equal") -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, WIDTH)
+        inner = [9, 9, 9] if sizes == "equal" else [9, 33, 120]
+        self.blocks = nn.ModuleList(Wide(size) for size in inner)
+
+    def forward(self, x: torch.Tensor, order: str) -> torch.Tensor:
+        x = self.embed(x)
+        for name in order:
+            if name == "!":
+                raise ValueError("this rank's own data")
+            x = self.blocks[int(name)](x)
+        return x
+
+
+def wrapped(sizes: str, strategy: ShardingStrategy, **options: Any) -> FSDP:
+    group = dist.new_group(list(range(dist.get_world_size())))
+    return FSDP(
+        build(lambda: Ordered(sizes)),
+        process_group=group,
+        sharding_strategy=strategy,
+        auto_wrap_policy=lambda module, recurse, **_: recurse or isinstance(module, Block),
+        use_orig_params=True,
+        **options,
+    )
+
+
+def step(model: nn.Module, order: str = "012", number: int = 0) -> torch.Tensor:
+    loss = model(inputs(number), order).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+@contextlib.contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """Let ranks look around sooner: these tests wait for it."""
+    before, agreement.PATIENCE = agreement.PATIENCE, seconds
+    try:
+        yield
+    finally:
+        agreement.PATIENCE = before
+
+
+def disagreement(act: Callable[[], Any], seconds: float = 0.4, limit: float = 10.0) -> str:
+    """The message of the error that ``act`` must raise on this rank, in time."""
+    started = time.monotonic()
+    with patience(seconds), pytest.raises(RanksDisagreeError) as error:
+        act()
+    assert time.monotonic() - started < limit
+    return str(error.value)
+
+
+def assert_names(message: str, *parts: str) -> None:
+    for part in parts:
+        assert part in message, message
+
+
+@SHARDING
+@SIZES
+@STEPS
+@ranks(2, timeout=40)
+def test_another_order_of_units(healthy_steps: int, sizes: str, strategy: ShardingStrategy) -> None:
+    model = wrapped(sizes, strategy)
+    for number in range(healthy_steps):
+        step(model, number=number)
+    order = "012" if dist.get_rank() == 0 else "021"
+    message = disagreement(lambda: step(model, order))
+    assert_names(message, "rank 0", "rank 1", "blocks.1", "blocks.2")
+
+
+@STEPS
+@pytest.mark.parametrize("odd", ["02", "0112", "01"])
+@ranks(2, timeout=40)
+def test_a_unit_skipped_or_run_twice_on_one_rank(odd: str, healthy_steps: int) -> None:
+    model = wrapped("different", ShardingStrategy.FULL_SHARD)
+    for number in range(healthy_steps):
+        step(model, number=number)
+    message = disagreement(lambda: step(model, "012" if dist.get_rank() == 0 else odd))
+    assert_names(message, "rank 0", "rank 1", "blocks.")
+
+
+@STEPS
+@ranks(3, timeout=40)
+def test_all_of_three_ranks_raise_and_all_are_named(healthy_steps: int) -> None:
+    model = wrapped("different", ShardingStrategy.FULL_SHARD)
+    for number in range(healthy_steps):
+        step(model, number=number)
+    message = disagreement(lambda: step(model, "12" if dist.get_rank() == 1 else "012"))
+    assert_names(message, "rank 1", "blocks.0", "blocks.1")
+    assert "ranks 0, 2" in message or "rank 0" in message or "rank 2" in message
+
+
+@SIZES
+@ranks(2, timeout=40)
+def test_one_rank_raises_and_goes_on(sizes: str) -> None:
+    model = wrapped(sizes, ShardingStrategy.FULL_SHARD)
+    step(model)
+
+    def act() -> None:
+        if dist.get_rank() == 1:
+            with pytest.raises(ValueError, match="own data"):
+                step(model, "0!12")
+        for number in range(3):
+            step(model, number=number)
+
+    message = disagreement(act)
+    assert_names(message, "rank 0", "rank 1", "unit")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2, timeout=40)
+def test_one_rank_evaluates_while_the_other_trains(strategy: ShardingStrategy) -> None:
+    model = wrapped("different", strategy)
+    step(model)
+
+    def act() -> None:
+        for number in range(3):
+            if dist.get_rank() == 1:
+                with torch.no_grad():
+                    model(inputs(number), "012")
+            else:
+                step(model, number=number)
+
+    message = disagreement(act)
+    assert_names(message, "rank 0", "rank 1", "unit")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2, timeout=40)
+def test_one_rank_summons_while_the_other_runs(strategy: ShardingStrategy) -> None:
+    model = wrapped("different", strategy)
+    step(model)
+
+    def act() -> None:
+        if dist.get_rank() == 1:
+            with FSDP.summon_full_params(model):
+                pass
+        for number in range(3):
+            step(model, number=number)
+
+    assert_names(disagreement(act), "rank 0", "rank 1", "summon", "forward")
+
+
+@SIZES
+@ranks(2, timeout=40)
+def test_different_branches_without_sharding(sizes: str) -> None:
+    """NO_SHARD communicates in backward only: that is where it shows."""
+    model = wrapped(sizes, ShardingStrategy.NO_SHARD)
+    step(model)
+    message = disagreement(lambda: step(model, "01" if dist.get_rank() == 0 else "02"))
+    assert_names(message, "rank 0", "rank 1", "blocks.1", "blocks.2")
+
+
+@ranks(2, timeout=40)
+def test_a_disagreement_is_told_within_seconds_as_it_is_set_up_by_default() -> None:
+    model = wrapped("different", ShardingStrategy.FULL_SHARD)
+    step(model)
+    order = "012" if dist.get_rank() == 0 else "02"
+    disagreement(lambda: step(model, order), seconds=agreement.PATIENCE, limit=10)
+
+
+@ranks(2, timeout=40)
+def test_models_built_differently_are_told_apart() -> None:
+    """One rank wraps the blocks, the other does not: their first gathers differ."""
+    group = dist.new_group([0, 1])
+    wraps = dist.get_rank() == 0
+    model = FSDP(
+        build(Ordered),
+        process_group=group,
+        auto_wrap_policy=lambda module, recurse, **_: (
+            wraps and (recurse or isinstance(module, Block))
+        ),
+        use_orig_params=True,
+    )
+    message = disagreement(lambda: step(model))
+    assert_names(message, "rank 0", "rank 1", "(root) Ordered", "elements")
+
+
+@ranks(2, timeout=40)
+def test_other_groups_go_on_after_a_disagreement() -> None:
+    healthy = wrapped("equal", ShardingStrategy.FULL_SHARD)
+    broken = wrapped("equal", ShardingStrategy.FULL_SHARD)
+    before = step(healthy)
+    disagreement(lambda: step(broken, "012" if dist.get_rank() == 0 else "21"))
+    torch.testing.assert_close(step(healthy), before)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2, timeout=60)
+def test_a_model_that_changes_its_order_everywhere_matches_ddp(
+    strategy: ShardingStrategy,
+) -> None:
+    reference = DDP(build(lambda: Ordered("different")), find_unused_parameters=True)
+    model = wrapped("different", strategy)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (reference, model)]
+    generator = torch.Generator().manual_seed(3)
+    for number in range(12):
+        length = int(torch.randint(1, 4, (), generator=generator))
+        order = "".join(map(str, torch.randperm(3, generator=generator)[:length].tolist()))
+        losses = []
+        for each, optimizer in zip((reference, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            losses.append(step(each, order, number))
+            optimizer.step()
+        torch.testing.assert_close(*losses)
+    assert_same_parameters(reference.module, model)
+
+
+@ranks(2, timeout=60)
+def test_a_slow_rank_is_waited_for() -> None:
+    model = wrapped("different", ShardingStrategy.FULL_SHARD)
+    first = step(model)
+    if dist.get_rank() == 1:
+        time.sleep(4)
+    step(model)
+    with patience(0.2):
+        if dist.get_rank() == 0:
+            time.sleep(1)
+        torch.testing.assert_close(step(model), first)
+
+
+@ranks(2, timeout=60)
+def test_a_rank_slow_in_the_middle_of_forward_and_backward_is_waited_for() -> None:
+    model = wrapped("different", ShardingStrategy.FULL_SHARD)
+
+    def dawdle(*_: Any) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(0.7)
+
+    model.blocks[1].module.register_forward_hook(dawdle)
+    model.blocks[1].module.register_full_backward_hook(dawdle)
+    with patience(0.2):
+        for _ in range(2):
+            step(model)
+
+
+@ranks(2, timeout=40)
+def test_the_check_can_be_switched_off() -> None:
+    os.environ[agreement.SWITCH] = "0"
+    model = wrapped("equal", ShardingStrategy.FULL_SHARD)
+    assert isinstance(model._unit.shards._agreement, agreement.NoAgreement)
+    assert torch.isfinite(step(model)).all()
+    assert {p.device for p in model.parameters()} == {device()}

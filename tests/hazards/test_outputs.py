@@ -1,0 +1,284 @@
+"""Whatever a unit returns, a gradient that reaches any part of it finds the parameters there."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tests.original.training import MODES, STRATEGIES, assert_at_rest, build, compare, inputs
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import ShardingStrategy
+from fullshard.testing import device, ranks
+from fullshard.wrap import ModuleWrapPolicy
+
+SHARDING = pytest.mark.parametrize("strategy", STRATEGIES[:2])
+EACH_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+class Named(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+@dataclasses.dataclass
+class Data:
+    first: torch.Tensor
+    nested: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class Custom:
+    def __init__(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        self.first = first
+        self.inner = Data(first, {"second": [second]})
+
+
+class Slotted:
+    __slots__ = ("first", "second")
+
+    def __init__(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        self.first, self.second = first, second
+
+
+class ModelOutput(collections.OrderedDict):  # type: ignore[type-arg]
+    """As in transformers: a dict that is also reached by attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+KINDS: dict[str, tuple[Any, Any]] = {
+    "tuple": (lambda a, b: (a, b), lambda o: o),
+    "list": (lambda a, b: [a, b], lambda o: o),
+    "dict": (lambda a, b: {"a": a, "b": [b]}, lambda o: (o["a"], o["b"][0])),
+    "named tuple": (Named, lambda o: (o.first, o.second)),
+    "dataclass": (lambda a, b: Data(a, {"b": b}), lambda o: (o.first, o.nested["b"])),
+    "frozen dataclass": (Frozen, lambda o: (o.first, o.second)),
+    "custom": (Custom, lambda o: (o.first, o.inner.nested["second"][0])),
+    "slots": (Slotted, lambda o: (o.first, o.second)),
+    "model output": (lambda a, b: ModelOutput(a=a, b=b), lambda o: (o.a, o.b)),
+    "callable": (lambda a, b: Distribution(a, b), lambda o: o()),
+    "closure": (lambda a, b: lambda: (a, b), lambda o: o()),
+}
+
+
+class Distribution:
+    """An object with tensors that can also be called."""
+
+    def __init__(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        self.first, self.second = first, second
+
+    def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first, self.second
+
+
+class Layer(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.second = nn.Linear(5, 5)
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = torch.tanh(self.first(x))
+        # Computed with a non-linear use of the weights: backward needs them, not only inputs.
+        return KINDS[self.kind][0](hidden, self.second(hidden * self.first.bias))
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str, used: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(kind) for _ in range(2))
+        self.kind, self.used = kind, used
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        read = KINDS[self.kind][1]
+        for layer in self.layers:
+            first, second = read(layer(x))
+            x = {"both": first + second, "first": first, "second": second}[self.used]
+        return x
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@SHARDING
+@ranks(2)
+def test_outputs_of_every_kind_lead_gradients_back(strategy: ShardingStrategy, kind: str) -> None:
+    policy = ModuleWrapPolicy({Layer})
+    compare(lambda: Model(kind, "both"), sharding_strategy=strategy, auto_wrap_policy=policy)
+
+
+@pytest.mark.parametrize("used", ["first", "second"])
+@pytest.mark.parametrize(("strategy", "use_orig_params"), MODES)
+@ranks(2)
+def test_outputs_that_do_not_reach_the_loss_do_no_harm(
+    strategy: ShardingStrategy, use_orig_params: bool, used: str
+) -> None:
+    compare(
+        lambda: Model("tuple", used),
+        sharding_strategy=strategy,
+        auto_wrap_policy=ModuleWrapPolicy({Layer}),
+        use_orig_params=use_orig_params,
+    )
+
+
+@EACH_STRATEGY
+@ranks(2)
+def test_each_output_goes_backward_on_its_own(strategy: ShardingStrategy) -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Layer("tuple"), Layer("tuple")])
+
+        def forward(self, x: torch.Tensor) -> Any:
+            first, second = self.layers[0](x)
+            return self.layers[1](first + second)
+
+    def step_of(model: nn.Module, step: int) -> torch.Tensor:
+        first, second = model(inputs(step))
+        first.square().mean().backward(retain_graph=True)
+        second.square().mean().backward()
+        return (first.square().mean() + second.square().mean()).detach()
+
+    compare(Pair, step_of, sharding_strategy=strategy, auto_wrap_policy=ModuleWrapPolicy({Layer}))
+
+
+class Packed(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.recurrent = kind(5, 6, num_layers=2, bidirectional=True)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(x, torch.tensor([4, 3, 1]))
+        output, _ = self.recurrent(packed)
+        assert isinstance(output, PackedSequence)
+        return self.head(pad_packed_sequence(output)[0])
+
+
+def packed_step(model: nn.Module, step: int) -> torch.Tensor:
+    loss = model(inputs(step, 4, 3, 5)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize(("strategy", "use_orig_params"), MODES)
+@ranks(2)
+def test_recurrent_units_take_and_give_packed_sequences(
+    strategy: ShardingStrategy, use_orig_params: bool, kind: type[nn.RNNBase]
+) -> None:
+    compare(
+        lambda: Packed(kind),
+        packed_step,
+        sharding_strategy=strategy,
+        auto_wrap_policy=ModuleWrapPolicy({kind}),
+        use_orig_params=use_orig_params,
+    )
+
+
+@EACH_STRATEGY
+@ranks(2)
+def test_an_object_with_a_cycle_and_foreign_things_is_walked_once(
+    strategy: ShardingStrategy,
+) -> None:
+    class Cyclic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            output: dict[str, Any] = {"y": self.linear(x), "name": "x", "size": torch.Size([1])}
+            output["self"] = output
+            output["dtype"], output["none"] = torch.float32, None
+            return output
+
+    def step_of(model: nn.Module, step: int) -> torch.Tensor:
+        loss = model(inputs(step))["y"].square().mean()
+        loss.backward()
+        return loss.detach()
+
+    compare(Cyclic, step_of, sharding_strategy=strategy)
+
+
+@EACH_STRATEGY
+@ranks(2)
+def test_a_unit_that_returns_nothing_still_trains_what_it_stored(
+    strategy: ShardingStrategy,
+) -> None:
+    class Silent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 3)
+            self.kept: Any = None
+
+        def forward(self, x: torch.Tensor) -> None:
+            self.kept = self.linear(torch.tanh(x)).square().mean() * self.linear.weight.sum()
+
+    def step_of(model: Any, step: int) -> torch.Tensor:
+        model(inputs(step))
+        module = model.module if isinstance(model, FSDP) else model
+        loss, module.kept = module.kept, None
+        loss.backward()
+        return loss.detach()
+
+    compare(Silent, step_of, sharding_strategy=strategy)
+
+
+@EACH_STRATEGY
+@ranks(2)
+def test_a_parameter_returned_as_output_stays_valid(strategy: ShardingStrategy) -> None:
+    class Gives(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(5, 3))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return x @ self.table, self.table, {"row": self.table[0], "whole": self.table.T}
+
+    bare = build(Gives)
+    model = FSDP(build(Gives), sharding_strategy=strategy, use_orig_params=True)
+    _, table, parts = model(inputs(0))
+    assert torch.equal(table, bare.table)
+    assert torch.equal(parts["row"], bare.table[0])
+    assert torch.equal(parts["whole"], bare.table.T)
+
+    def step_of(model: nn.Module, step: int) -> torch.Tensor:
+        output, table, parts = model(inputs(step))
+        loss = output.square().mean() + table.square().sum() + (parts["row"] ** 3).sum()
+        loss.backward()
+        return loss.detach()
+
+    compare(Gives, step_of, sharding_strategy=strategy)
+
+
+@EACH_STRATEGY
+@ranks(2)
+def test_a_parameter_kept_beyond_forward_under_no_grad_stays_valid(
+    strategy: ShardingStrategy,
+) -> None:
+    class Gives(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(5, 3)
+
+        def forward(self) -> torch.Tensor:
+            return self.inner.weight
+
+    bare = build(Gives)
+    model = FSDP(build(Gives), sharding_strategy=strategy, use_orig_params=True)
+    with torch.no_grad():
+        weight = model()
+    assert_at_rest(model)
+    assert torch.equal(weight, bare.inner.weight)
+    assert weight.device == device()
