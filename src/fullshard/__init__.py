@@ -46,4 +46,4 @@ __all__ = [
     "register_fsdp_forward_method",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"

@@ -24,20 +24,23 @@ from .engine.build import (
     own_modules,
 )
 from .engine.collectives import group_for
-from .engine.flat_param import _FSDP_USE_FULL_PREC_IN_EVAL, FlatParameter, FlatParamHandle
+from .engine.flat_param import _FSDP_USE_FULL_PREC_IN_EVAL
 from .engine.places import WRAPPED_MODULE, clean_tensor_name
-from .engine.precision import BufferPrecision, cast_floating, move
+from .engine.precision import BufferPrecision, cast_floating, floating_dtype, move
 from .engine.process_groups import ProcessGroups, resolve_groups
 from .engine.schedule import Schedule
 from .engine.unit import UnitOptions
+from .facts import UnitFacts
+from .grad.clip import clip_grad_norm
 from .state.full_params import summon
 from .state.initialize import materialize
+from .state.state_dicts import StateDicts
 from .wrap import is_unit, resolve_ignored, wrap_submodules
 
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(StateDicts, UnitFacts):
     """Shards a module's parameters, gradients and optimizer state over data-parallel ranks.
 
     >>> model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
@@ -69,7 +72,12 @@ class FullyShardedDataParallel(nn.Module):
         device_mesh: Any = None,
         *,
         _left_to_ancestor: Collection[nn.Parameter] = (),
+        _exempt: bool = False,
     ) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"module expects an nn.Module, but got {module!r} of type {type(module).__name__}"
+            )
         if isinstance(module, FullyShardedDataParallel):
             raise ValueError(
                 f"The module is wrapped already: it is a unit around {type(module.module).__name__}"
@@ -82,11 +90,14 @@ class FullyShardedDataParallel(nn.Module):
             backward_prefetch = adopt(backward_prefetch, BackwardPrefetch, "backward_prefetch")
         groups = resolve_groups(process_group, device_mesh, strategy)
         strategy = _strategy_for(strategy, groups)
+        if strategy is ShardingStrategy.NO_SHARD:
+            groups = ProcessGroups(groups.shards, None)
         self.mixed_precision = adopt(
             mixed_precision or MixedPrecision(), MixedPrecision, "mixed_precision"
         )
         self.cpu_offload = adopt(cpu_offload or CPUOffload(), CPUOffload, "cpu_offload")
         self._left_to_ancestor = frozenset(_left_to_ancestor)
+        self._exempt = _exempt
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
         self._ignored_modules = ignored.modules
         self._ignored_params = ignored.parameters
@@ -116,6 +127,7 @@ class FullyShardedDataParallel(nn.Module):
         )
         self._full_precision_in_eval = os.environ.get(_FSDP_USE_FULL_PREC_IN_EVAL) == "1"
         self._build(module, groups, options, device_id, param_init_fn, sync_module_states)
+        self._keep_mesh(device_mesh, filter(is_unit, module.modules()))
         self.add_module(WRAPPED_MODULE, module)
         self._schedule: Schedule | None = None
         self._is_root: bool | None = None
@@ -143,8 +155,10 @@ class FullyShardedDataParallel(nn.Module):
             buffers = [b for m in modules for b in m._buffers.values() if b is not None]
             for group in filter(None, (groups.shards, groups.copies)):
                 broadcast_states(parameters, buffers, group_for(group), type(module).__name__)
+        order = {m: tuple(m._parameters) for m in modules}
         self._unit = build_unit(module, parameters, groups, device, self.cpu_offload, options)
         self._buffer_precision = BufferPrecision(modules, self.mixed_precision.buffer_dtype)
+        self._keep_state(modules, order, filter(is_unit, module.modules()))
 
     # -- the module behind the wrapper ----------------------------------------------------------
 
@@ -178,52 +192,6 @@ class FullyShardedDataParallel(nn.Module):
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
             yield clean_tensor_name(name), buffer
 
-    # -- options, as given ----------------------------------------------------------------------
-
-    @property
-    def process_group(self) -> Any:
-        return self._unit.shards.group
-
-    @property
-    def rank(self) -> int:
-        return self._unit.shards.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._unit.shards.size
-
-    @property
-    def sharding_strategy(self) -> ShardingStrategy:
-        return self._unit.options.strategy
-
-    @property
-    def backward_prefetch(self) -> BackwardPrefetch | None:
-        return self._unit.options.backward_prefetch
-
-    @property
-    def forward_prefetch(self) -> bool:
-        return self._unit.options.forward_prefetch
-
-    @property
-    def limit_all_gathers(self) -> bool:
-        return self._unit.options.limit_all_gathers
-
-    @property
-    def compute_device(self) -> torch.device:
-        return self._unit.device
-
-    @property
-    def _use_orig_params(self) -> bool:
-        return self._unit.options.use_orig_params
-
-    @property
-    def _handle(self) -> FlatParamHandle | None:
-        return self._unit.handles[0] if self._unit.handles else None
-
-    @property
-    def _flat_param(self) -> FlatParameter | None:
-        return self._unit.handles[0].flat_param if self._unit.handles else None
-
     # -- a step ---------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -239,7 +207,7 @@ class FullyShardedDataParallel(nn.Module):
         try:
             args, kwargs, call = self._before_module(schedule, args, kwargs)
             output = function(*args, **kwargs)
-            return schedule.after_module(unit, output, call)
+            return self._after_module(schedule, output, call)
         except BaseException:
             schedule.abandon(unit)
             raise
@@ -263,8 +231,20 @@ class FullyShardedDataParallel(nn.Module):
             )
             if dtype is not None and casts:
                 args, kwargs = cast_floating((args, kwargs), dtype)
+        if self._exempt and unit.handles:
+            self._outside_dtype = floating_dtype((args, kwargs))
+            args, kwargs = cast_floating((args, kwargs), unit.handles[0].dtypes.shard)
         call = schedule.before_module(unit, exact, (args, kwargs))
         return args, kwargs, call
+
+    def _after_module(self, schedule: Schedule, output: Any, call: Any) -> Any:
+        output = schedule.after_module(self._unit, output, call)
+        if self._exempt and self._outside_dtype is not None:
+            output = cast_floating(output, self._outside_dtype)
+        return output
+
+    #: What an exempt module is called with, among modules that compute in low precision.
+    _outside_dtype: torch.dtype | None = None
 
     def _start(self) -> Schedule:
         """Become the root of the units below, at the first forward."""
@@ -347,6 +327,18 @@ class FullyShardedDataParallel(nn.Module):
             offload_to_cpu=offload_to_cpu,
             with_grads=with_grads,
         )
+
+    def clip_grad_norm_(
+        self, max_norm: float | torch.Tensor, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scale gradients so that the norm of all of the model's is at most ``max_norm``.
+
+        Returns the norm before scaling, equal on all ranks. To be called on the root, by all
+        ranks, between backward and the optimizer's step.
+        """
+        schedule = self._schedule or self._start()
+        units = [m._unit for m in self.fsdp_modules(self)]
+        return clip_grad_norm(self, schedule, units, max_norm, norm_type)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """``nn.Module.apply`` with full parameters in place; changes are kept."""
@@ -444,6 +436,6 @@ def _before_traced(wrapper: FullyShardedDataParallel, args: Any, kwargs: Any) ->
 def _after_traced(wrapper: FullyShardedDataParallel, output: Any, call: Any) -> Any:
     schedule = wrapper._schedule
     assert schedule is not None
-    output = schedule.after_module(wrapper._unit, output, call)
+    output = wrapper._after_module(schedule, output, call)
     schedule.leave(wrapper._unit)
     return output

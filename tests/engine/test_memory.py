@@ -25,6 +25,8 @@ TWO_NEIGHBOURS = max(a + b for a, b in itertools.pairwise(SIZES))
 LARGEST = max(SIZES)
 #: Activations of one row, padding, and what Python needs.
 SMALL = 384 * 1024
+# Between GPUs gloo receives into device memory of its own before it fills a buffer.
+STAGING = 0 if device().type == "cpu" else LARGEST
 
 with_both_modes = pytest.mark.parametrize("use_orig_params", [False, True])
 
@@ -78,7 +80,11 @@ def _check_peak(size: int, **options: Any) -> None:
 
     # Parameter shards were there before; gradient shards come, and stay.
     gradients = shares(size)
-    assert LARGEST <= min(peaks) <= TWO_NEIGHBOURS + LARGEST + gradients + SMALL
+    # On a GPU a reduce overlaps with the next unit's backward: its buffer is there beside the
+    # full gradients.
+    overlap = 0 if device().type == "cpu" else LARGEST
+    bound = TWO_NEIGHBOURS + LARGEST + gradients + overlap + STAGING + SMALL
+    assert LARGEST <= min(peaks) <= bound, peaks
     assert [abs(each - gradients) <= SMALL for each in left] == [True] * 3, left
 
 
@@ -111,8 +117,8 @@ def test_forward_alone_takes_two_neighbouring_units(use_orig_params: bool) -> No
     with watched_memory() as memory, torch.no_grad():
         model(data)
 
-    assert memory.peak <= TWO_NEIGHBOURS + SMALL
-    assert memory.left <= SMALL
+    assert memory.peak <= TWO_NEIGHBOURS + STAGING + SMALL, memory.peak
+    assert memory.left <= SMALL, memory.left
 
 
 @with_both_modes
@@ -196,7 +202,7 @@ def test_evaluation_leaves_nothing_behind() -> None:
             with torch.no_grad():
                 model(data)
 
-        assert memory.left <= SMALL
+        assert memory.left <= SMALL, memory.left
 
 
 @ranks(2)
@@ -208,7 +214,7 @@ def test_summoning_leaves_nothing_behind() -> None:
             pass
 
         assert sum(SIZES) <= memory.peak <= 2 * sum(SIZES) + SMALL
-        assert memory.left <= SMALL
+        assert memory.left <= SMALL, memory.left
 
 
 @ranks(2)
@@ -237,7 +243,8 @@ def test_frozen_parameters_take_no_memory_for_gradients() -> None:
 
     large, small = 1024 * 1024 * 4, 1024 * 4 * 4
     # Whole parameters, and for those that train: gradients, a reduce buffer, a shard.
-    assert peaks[0] <= large + 4 * small + SMALL
+    staging = 0 if STAGING == 0 else large
+    assert peaks[0] <= large + staging + 4 * small + SMALL, (peaks, large, small)
     assert abs(left[0] - small // 2) <= SMALL // 2
     # What the frozen layer would take: its gradient and its reduce buffer beside each other.
     assert peaks[1] >= 2 * large

@@ -30,3 +30,18 @@ def test_training_on_two_ranks_learns_the_sum() -> None:
 
     first, *_, last = map(float, losses)
     assert last < first / 5
+
+
+def test_adapters_learn_and_cost_gradients_and_optimizer_state_of_their_own_size_only() -> None:
+    printed = run_example(EXAMPLES / "lora.py")
+
+    for name in ("LoRA", "full fine-tuning"):
+        losses = [float(x) for x in re.findall(rf"{name} +step +\d+ +loss ([\d.]+)", printed)]
+        assert losses[-1] < losses[0] / 5, name
+    rows = dict(re.findall(r"^(\w[\w ,]+?) {2,}.* ([\d.]+)$", printed, re.MULTILINE))
+    # Adapters are in float32 beside a base of bfloat16: twice the bytes of their share.
+    share = float(rows["trainable parameters, whole model"])
+    assert share < 0.05
+    assert float(rows["gradients"]) <= 2 * share + 0.01
+    assert float(rows["optimizer state"]) <= 2 * share + 0.01
+    assert float(rows["parameter shards"]) < 1.1

@@ -24,7 +24,7 @@ from torch import nn
 
 from fullshard import BackwardPrefetch, CPUOffload, ShardingStrategy
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.testing import ranks
+from fullshard.testing import device, ranks
 
 SHARDING = pytest.mark.parametrize("strategy", STRATEGIES[:2])
 BOTH = pytest.mark.parametrize("use_orig_params", [True, False])
@@ -144,12 +144,13 @@ def test_between_steps_a_rank_holds_its_part_of_everything_and_no_more(
         use_orig_params=use_orig_params,
     )
     total = 4 * sum(p.numel() for p in build(Net).parameters())
-    padding = 4 * 4 * 20
-    assert living_bytes() - base <= total / 2 + padding
+    # Alignment and tails; a GPU's memory is handed out in pieces of 512 bytes.
+    padding = 4 * 4 * 20 if device().type == "cpu" else 512 * 20
+    assert living_bytes() - base <= total / 2 + padding, (living_bytes(), base, total)
     train_step(model, 0)
     assert living_bytes() - base <= total + 2 * padding
     model.zero_grad()
-    assert living_bytes() - base <= total / 2 + padding
+    assert living_bytes() - base <= total / 2 + padding, (living_bytes(), base, total)
 
 
 @BOTH

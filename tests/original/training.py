@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -181,8 +182,19 @@ def compare_models(
         assert_same_parameters(reference, sharded)
 
 
+def _let_backward_thread_finish(model: nn.Module) -> None:
+    """After an exception a GPU's backward thread lets go a moment later than it is raised."""
+    deadline = time.monotonic() + 2
+    while any(w._unit.shows_full for w in FSDP.fsdp_modules(model)):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.01)
+
+
 def assert_at_rest(model: nn.Module) -> None:
     """Between steps every unit shows shards and holds no full buffer."""
+    if device().type != "cpu":
+        _let_backward_thread_finish(model)
     for wrapper in FSDP.fsdp_modules(model):
         unit = wrapper._unit
         assert not unit.shows_full, unit.name

@@ -102,8 +102,12 @@ class Agreement:
                 return
             except RuntimeError as error:
                 # Gloo's word for "not yet"; anything else is a failure of its own.
-                if "timed out" not in str(error).lower() or work.is_completed():
+                if "timed out" not in str(error).lower():
                     raise
+            if work.is_completed():
+                # It came, or failed, just now: this returns or raises at once.
+                work.wait()
+                return
             self._look(pending=None)
             patience = _LOOK_EVERY
 
@@ -123,9 +127,12 @@ class Agreement:
             try:
                 self._store.wait([f"{key}/go"], timedelta(seconds=patience))
                 return
-            except dist.DistStoreError:
-                self._look(pending=operation)
-                patience = _LOOK_EVERY
+            except RuntimeError as error:
+                # Each kind of store has its own error and words for "not yet".
+                if "timeout" not in str(error).lower():
+                    raise
+            self._look(pending=operation)
+            patience = _LOOK_EVERY
             if time.monotonic() > deadline:
                 raise RanksDisagreeError(
                     f"Waited {LAST_RESORT:.0f} s for all ranks to start {operation}; "

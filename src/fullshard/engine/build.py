@@ -38,7 +38,12 @@ def managed_parameters(
     A parameter that a nested unit reached but left to its ancestor is found in its modules.
     """
     nested: Iterable[Any] = filter(is_unit, module.modules())
-    left = {parameter for unit in nested for parameter in unit._left_to_ancestor}
+    left = {
+        parameter
+        for unit in nested
+        for parameter in unit._left_to_ancestor
+        if not hasattr(parameter, "_fullshard_unit")
+    }
     found: dict[nn.Parameter, None] = {}
     for submodule in module.modules() if left else own_modules(module, is_unit):
         for parameter in submodule._parameters.values():
@@ -110,6 +115,11 @@ def compute_device(
 def _as_device(device_id: int | torch.device | None) -> torch.device | None:
     if device_id is None:
         return None
+    if not isinstance(device_id, (int, torch.device)):
+        raise TypeError(
+            "device_id expects an int or a torch.device, but got "
+            f"{device_id!r} of type {type(device_id).__name__}"
+        )
     if isinstance(device_id, torch.device):
         if device_id.type != "cpu" and device_id.index is None:
             return torch.device(device_id.type, torch.accelerator.current_device_index())

@@ -72,6 +72,10 @@ class Group:
         if self._gloo and outputs[0].device.type != "cpu":
             # Gloo's coalesced gather reads device memory from the host, which ends the process.
             return list(map(self._gather_one, outputs, inputs))
+        if self._gloo:
+            # Gloo sends everything as one tensor, so that tensors of several dtypes must be bytes.
+            outputs = [output.view(torch.uint8) for output in outputs]
+            inputs = [piece.view(torch.uint8) for piece in inputs]
         if _NEW_NAMES:
             return [self.group.all_gather_single_coalesced(list(outputs), list(inputs))]
         return [self.group.allgather_into_tensor_coalesced(list(outputs), list(inputs))]
@@ -80,6 +84,16 @@ class Group:
         if _NEW_NAMES:
             return self.group.all_gather_single(output, piece)
         return self.group._allgather_base(output, piece)
+
+    def gather_to_first(
+        self, outputs: Sequence[torch.Tensor], piece: torch.Tensor, unit: str
+    ) -> None:
+        """Fill ``outputs`` on the group's first rank, one per rank, with all ranks' pieces."""
+        self.agree("gather to the first rank", unit, piece)
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        received = [list(outputs)] if self.rank == 0 else []
+        self.wait(self.group.gather(received, [piece], options))
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, unit: str) -> None:
         """Sum ``full`` over the ranks and leave this rank's slice in ``output``.
@@ -109,6 +123,15 @@ class Group:
             return
         self.agree(verb, unit, tensor)
         self.wait(self.group.allreduce([tensor]))
+
+    def all_reduce_max(self, tensor: torch.Tensor, unit: str, verb: str = "maximum") -> None:
+        """Replace ``tensor`` by its largest value over the ranks, in place."""
+        if self.size == 1:
+            return
+        self.agree(verb, unit, tensor)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        self.wait(self.group.allreduce([tensor], options))
 
     def broadcast(self, tensors: Sequence[torch.Tensor], unit: str) -> None:
         """Overwrite each tensor with that of the group's first rank."""

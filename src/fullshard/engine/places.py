@@ -28,8 +28,31 @@ class Place(NamedTuple):
         """(container, key) pairs to assign to when the parameter changes its form."""
         yield (self.module._parameters if registered else self.module.__dict__, self.name)
         if isinstance(self.module, nn.RNNBase) and self.name in self.module._flat_weights_names:
-            # Recurrent modules compute with a list of their own beside the attributes.
-            yield self.module._flat_weights, self.module._flat_weights_names.index(self.name)
+            yield _RecurrentWeights(self.module), self.module._flat_weights_names.index(self.name)
+
+
+class _RecurrentWeights:
+    """The list that a recurrent module computes with, beside its attributes.
+
+    The module makes a new list now and then, so it is looked up at every assignment.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module: Any = module
+        # On a GPU it would move parameters into memory of its own, away from the full buffer.
+        module.__dict__["flatten_parameters"] = _leave_in_place
+
+    def __getitem__(self, index: int) -> Any:
+        return self._module._flat_weights[index]
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        self._module._flat_weights[index] = value
+        # Without a reference to compare with, the module takes the list as it is.
+        self._module._flat_weight_refs[index] = None
+
+
+def _leave_in_place() -> None:
+    pass
 
 
 def find_places(root: nn.Module, parameters: Iterable[nn.Parameter]) -> dict[Any, list[Place]]:

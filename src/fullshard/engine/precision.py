@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .autograd import replace_tensors
+from .autograd import replace_tensors, tensors_in
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
@@ -18,6 +18,12 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return replace_tensors(value, cast)
+
+
+def floating_dtype(value: Any) -> torch.dtype | None:
+    """The dtype of the first floating-point tensor in ``value``, if there is one."""
+    floating = (t.dtype for t in tensors_in(value) if t.is_floating_point())
+    return next(floating, None)
 
 
 def move(value: Any, device: torch.device) -> Any:
@@ -39,6 +45,10 @@ class BufferPrecision:
                 for name, buffer in module._buffers.items()
                 if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype
             ]
+
+    def registered(self, module: nn.Module) -> dict[str, torch.dtype]:
+        """The dtypes in which the user registered those buffers of ``module`` that are cast."""
+        return {name: dtype for owner, name, dtype in self._original if owner is module}
 
     def lower(self) -> None:
         """Cast buffers to the compute dtype."""

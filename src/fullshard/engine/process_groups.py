@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from ..api import HYBRID_STRATEGIES, ShardingStrategy
 
+_GROUP_METHODS = ("rank", "size")
+
 
 class ProcessGroups(NamedTuple):
     """``shards`` split a unit between them; ``copies``, if any, hold the same shard."""
@@ -29,6 +31,7 @@ def resolve_groups(
     """Read the groups off a process group, a pair of them, a device mesh, or the default."""
     if process_group is not None and device_mesh is not None:
         raise ValueError("Cannot pass both process_group and device_mesh at the same time.")
+    _check_kinds(process_group, device_mesh)
     if strategy in HYBRID_STRATEGIES:
         return _hybrid(process_group, device_mesh, strategy)
     if device_mesh is not None:
@@ -46,6 +49,21 @@ def resolve_groups(
     if process_group is None:
         process_group = _default_group()
     return ProcessGroups(process_group, None)
+
+
+def _check_kinds(process_group: Any, device_mesh: Any) -> None:
+    given = process_group if isinstance(process_group, tuple) else (process_group,)
+    for group in given:
+        if group is not None and not all(callable(getattr(group, n, None)) for n in _GROUP_METHODS):
+            raise TypeError(
+                "process_group expects a process group, or a pair of them for the hybrid "
+                f"strategies, but got {group!r} of type {type(group).__name__}"
+            )
+    if device_mesh is not None and not hasattr(device_mesh, "ndim"):
+        raise TypeError(
+            "device_mesh expects a DeviceMesh, but got "
+            f"{device_mesh!r} of type {type(device_mesh).__name__}"
+        )
 
 
 def _hybrid(process_group: Any, device_mesh: Any, strategy: ShardingStrategy) -> ProcessGroups:

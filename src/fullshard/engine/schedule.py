@@ -10,7 +10,8 @@ memory takes their place.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +101,7 @@ class Schedule:
         self._kept_versions: list[int] | None = None
         self._backward = 0
         self._in_backward = False
+        self._breaking_off = threading.RLock()
         self._creates_graph = False
         self._backward_since_pass = False
         self._lines = lines_for(root.device)
@@ -113,15 +115,20 @@ class Schedule:
 
     def rest(self, unit: Unit | None = None) -> None:
         """Bring one unit, or all, back to sharded between steps."""
+        if not in_backward():
+            self._break_off_backward(self._backward)
         for other in [unit] if unit is not None else [*self._out]:
             self._shelve(other)
         self._lines.settle()
+        # What comes next may gather, and an optimizer may have just given compute its step.
+        self._lines.gather_after_compute()
 
     # -- forward ------------------------------------------------------------------------------
 
     def enter(self, unit: Unit) -> None:
         """A unit's forward begins. Always paired with :meth:`leave`."""
         if self._depth == 0 and not in_backward():
+            self._break_off_backward(self._backward)
             self._begin_pass(unit)
         self._depth += 1
         self._progress[unit].active += 1
@@ -161,8 +168,7 @@ class Schedule:
             tracked += self._side_outputs(unit)
         if tracked:
             hook = functools.partial(self._on_output_gradient, unit, unit.exact, call)
-            for tensor in tracked:
-                tensor.register_hook(hook)
+            self._hook_outputs(tracked, hook)
             if progress.inputs_tell is None:
                 progress.inputs_tell = holds_reentrant_checkpoint(tracked, progress.birth)
                 progress.held = progress.inputs_tell
@@ -184,6 +190,22 @@ class Schedule:
         elif not unit.options.keeps_full_after_forward:
             unit.show_sharded()
         return output
+
+    def _hook_outputs(self, outputs: Sequence[torch.Tensor], hook: Callable[[Any], None]) -> None:
+        """Have ``hook`` called when a gradient reaches one of ``outputs``.
+
+        A following unit may have hooked the same tensor as its input, to be closed before this
+        one is gathered: hooks of a tensor's node run after those of the tensor. Only the
+        outermost unit hooks tensors: its hook starts the backward, before any hook of the user.
+        """
+        nodes: dict[Any, None] = {}
+        for tensor in outputs:
+            if self._depth == 1 or tensor.grad_fn is None:
+                tensor.register_hook(hook)
+            else:
+                nodes[tensor.grad_fn] = None
+        for node in nodes:
+            node.register_prehook(hook)
 
     def abandon(self, unit: Unit) -> None:
         """A unit's forward raised: leave nothing behind."""
@@ -277,7 +299,8 @@ class Schedule:
             self._creates_graph = torch.is_grad_enabled()
             self._backward += 1
             self._cursor = len(self._passed)
-            BackwardEnd(self._finish_backward, self._break_off_backward)
+            failed = functools.partial(self._break_off_backward, self._backward)
+            BackwardEnd(self._finish_backward, failed)
 
     def _on_output_gradient(self, unit: Unit, exact: bool, call: Call | None, _: Any) -> None:
         self._enter_backward()
@@ -393,12 +416,20 @@ class Schedule:
             unit.settle_gradients()
         self._end_backward()
 
-    def _break_off_backward(self) -> None:
-        for unit in self._reduced:
-            unit.drop_gradients()
-        self._pending = None
-        self._reduced.clear()
-        self._end_backward()
+    def _break_off_backward(self, backward: int) -> None:
+        """Clean up after ``backward``, if it raised and nobody has yet.
+
+        On a CPU autograd tells at once. An accelerator's backward thread may tell a moment after
+        the exception has reached the user, who may be here before it.
+        """
+        with self._breaking_off:
+            if not self._in_backward or backward != self._backward:
+                return
+            for unit in self._reduced:
+                unit.drop_gradients()
+            self._pending = None
+            self._reduced.clear()
+            self._end_backward()
 
     def _end_backward(self) -> None:
         self._in_backward = False

@@ -96,6 +96,8 @@ class Unit:
         self.gathered: list[FullBuffer] = []
         #: Whether full parameters are shown by ``summon_full_params``.
         self.summoned = False
+        #: Whether they are shown on every rank that shares the shards.
+        self.summoned_everywhere = False
         self._nodes: dict[Any, tuple[ParameterNode | None, list[list[torch.Tensor]]]] = {}
         self._undecided: list[flow.Maybe] = []
         self._staged: list[flow.Staged] = []
@@ -291,7 +293,7 @@ class Unit:
             if not any(trainable):
                 continue
             full = flow.take_local(handle, full)
-            if self.world_size == 1 and handle.use_orig_params:
+            if self.world_size == 1 and handle.use_orig_params and not handle.is_sharded:
                 flow.deliver_own(handle, full)
             else:
                 self._staged.append(flow.stage(handle, full, trainable))

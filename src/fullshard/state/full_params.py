@@ -20,6 +20,7 @@ from ..engine.flat_param import FlatParamHandle, check_shape
 from ..engine.gradients import set_gradient
 from ..engine.schedule import Schedule
 from ..engine.unit import Unit
+from .gathering import gather_shards, in_buffer_order, store_own_part, whole_views
 
 
 @contextlib.contextmanager
@@ -41,6 +42,7 @@ def summon(
                 schedule.rest(unit)
                 visible = unit.shards.rank == 0 or not rank0_only
                 summoned.append(_Summoned(unit, visible, offload_to_cpu, with_grads))
+                unit.summoned_everywhere = not rank0_only
         yield
     finally:
         for item in reversed(summoned):
@@ -78,7 +80,7 @@ class _Summoned:
         with torch.no_grad():
             for part in self._parts:
                 part.take_back(writeback)
-        self._unit.summoned = False
+        self._unit.summoned = self._unit.summoned_everywhere = False
         self._unit.release()
 
 
@@ -89,8 +91,7 @@ class _Part:
         self._handle = handle
         views = buffer.views
         if to_cpu and buffer.flat.device.type != "cpu":
-            flat = buffer.flat.to("cpu")
-            views = [flat.as_strided(s.shape, s.stride, s.offset) for s in handle.layout.slots]
+            views = whole_views(handle, buffer.flat.to("cpu"))
         self._views = views
         if handle.use_orig_params:
             self._parameters = list(handle.params)
@@ -140,18 +141,12 @@ class _Part:
     def _store(self, found: Sequence[nn.Parameter | None]) -> None:
         """Copy this rank's part of the full parameters into the shard."""
         handle = self._handle
-        for index, (slot, piece) in enumerate(zip(handle.layout.slots, handle.pieces, strict=True)):
+        for index, piece in enumerate(handle.pieces):
             parameter = found[index]
             if parameter is None or not piece.in_shard:
                 continue
             check_shape("parameter", handle.places[index][0], self._views[index], parameter)
-            full = torch.empty_strided(
-                slot.shape, slot.stride, dtype=parameter.dtype, device=parameter.device
-            )
-            flat = full.copy_(parameter.detach()).as_strided((slot.numel,), (1,))
-            mine = flat[piece.start : piece.start + piece.numel]
-            # Through data: autograd must not take it for a change of a saved full parameter.
-            handle.shard_tensor.data[piece.offset : piece.offset + piece.numel].copy_(mine)
+            store_own_part(handle, index, parameter)
 
     def _take_gradients(self, found: Sequence[nn.Parameter | None], writeback: bool) -> None:
         handle = self._handle
@@ -165,8 +160,7 @@ class _Part:
             elif handle.is_sharded:
                 piece = handle.pieces[index]
                 slot = handle.layout.slots[index]
-                whole = torch.empty_strided(slot.shape, slot.stride, dtype=old.dtype)
-                flat = whole.copy_(gradient).as_strided((slot.numel,), (1,))
+                flat = in_buffer_order(slot, gradient)
                 gradient = old.copy_(flat[piece.start : piece.start + piece.numel])
             if gradient is not None:
                 set_gradient(parameter, gradient)
@@ -183,10 +177,9 @@ def _whole_gradients(unit: Unit, handle: FlatParamHandle) -> list[torch.Tensor |
         if parameter.grad is not None:
             shard[piece.offset : piece.offset + piece.numel].copy_(parameter.grad)
             present[index] = 1
-    full = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=shard.device)
-    unit.shards.wait(*unit.shards.gather([full], [shard], unit.name))
+    (full,) = gather_shards(unit, [handle], [shard])
     unit.shards.all_reduce(present, unit.name)
-    views = [full.as_strided(s.shape, s.stride, s.offset) for s in slots]
+    views = whole_views(handle, full)
     return [view if some else None for view, some in zip(views, present.tolist(), strict=True)]
 
 

@@ -99,7 +99,11 @@ def select(
     matched = bool(picked)
     picked.pop(0, None)
     for index in exempt:
-        picked[index] = {**picked.get(index, root_arguments), "mixed_precision": None}
+        picked[index] = {
+            **picked.get(index, root_arguments),
+            "mixed_precision": None,
+            "_exempt": True,
+        }
     return Selection(picked, exempt, matched)
 
 

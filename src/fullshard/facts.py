@@ -1,0 +1,62 @@
+"""What a wrapper tells about itself: the options it was given and the parts it is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .api import BackwardPrefetch, ShardingStrategy
+from .engine.flat_param import FlatParameter, FlatParamHandle
+from .engine.unit import Unit
+
+
+class UnitFacts(nn.Module):
+    """Read-only views of a wrapper's unit, under the names that programs look for."""
+
+    _unit: Unit
+
+    @property
+    def process_group(self) -> Any:
+        return self._unit.shards.group
+
+    @property
+    def rank(self) -> int:
+        return self._unit.shards.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._unit.shards.size
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        return self._unit.options.strategy
+
+    @property
+    def backward_prefetch(self) -> BackwardPrefetch | None:
+        return self._unit.options.backward_prefetch
+
+    @property
+    def forward_prefetch(self) -> bool:
+        return self._unit.options.forward_prefetch
+
+    @property
+    def limit_all_gathers(self) -> bool:
+        return self._unit.options.limit_all_gathers
+
+    @property
+    def compute_device(self) -> torch.device:
+        return self._unit.device
+
+    @property
+    def _use_orig_params(self) -> bool:
+        return self._unit.options.use_orig_params
+
+    @property
+    def _handle(self) -> FlatParamHandle | None:
+        return self._unit.handles[0] if self._unit.handles else None
+
+    @property
+    def _flat_param(self) -> FlatParameter | None:
+        return self._unit.handles[0].flat_param if self._unit.handles else None

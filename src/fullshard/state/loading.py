@@ -1,0 +1,100 @@
+"""Values on their way from a state dict into shards, and what is wrong with them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..engine.flat_param import FlatParamHandle
+from ..engine.unit import Unit
+from .gathering import store_own_part
+from .sharded_tensors import gather_rows, is_sharded, local_rows, shape_of
+
+
+class LoadReport(NamedTuple):
+    """The lists in which ``nn.Module.load_state_dict`` collects what it has to say."""
+
+    missing: list[str]
+    unexpected: list[str]
+    errors: list[str]
+
+
+class _Chunked(NamedTuple):
+    handle: FlatParamHandle
+    position: int
+    value: Any
+    rows: torch.Tensor
+
+
+class Arrivals:
+    """The values of one module's parameters: whole ones, and ones that ranks have chunks of."""
+
+    def __init__(self, unit: Unit, report: LoadReport) -> None:
+        self._unit = unit
+        self._report = report
+        self._whole: list[tuple[FlatParamHandle, int, torch.Tensor]] = []
+        self._chunked: list[_Chunked] = []
+
+    def add(self, key: str, handle: FlatParamHandle, index: int, value: Any) -> None:
+        """Note a value for a parameter, unless it does not fit."""
+        shape = handle.layout.slots[index].shape
+        if not isinstance(value, torch.Tensor):
+            self._report.errors.append(
+                f'While copying the parameter named "{key}", expected torch.Tensor or Tensor-like '
+                f"object from checkpoint but received {type(value)}"
+            )
+        elif tuple(shape_of(value)) != shape:
+            # While parameters are summoned, nn.Module compares and reports by itself.
+            if not self._unit.summoned_everywhere or is_sharded(value):
+                self._report.errors.append(
+                    f"size mismatch for {key}: copying a param with shape {shape_of(value)} from "
+                    f"checkpoint, the shape in current model is {torch.Size(shape)}."
+                )
+        elif is_sharded(value):
+            self._add_chunked(key, handle, index, value)
+        else:
+            self._whole.append((handle, index, value))
+
+    def _add_chunked(self, key: str, handle: FlatParamHandle, index: int, value: Any) -> None:
+        if self._unit.summoned_everywhere:
+            raise RuntimeError(
+                f"{key} is sharded, and whole inside summon_full_params: load it outside of the "
+                "context, or load a full state dict"
+            )
+        try:
+            rows = local_rows(value, self._unit.shards)
+        except ValueError as error:
+            self._report.errors.append(f"cannot load the sharded parameter {key}: {error}")
+            return
+        self._chunked.append(_Chunked(handle, index, value, rows))
+
+    def store(self) -> None:
+        """Copy this rank's part of every value into its shard."""
+        for handle, index, value in self._whole:
+            store_own_part(handle, index, value)
+        if self._chunked:
+            unit = self._unit
+            unit.shards.begin_pass("load", unit.name)
+            found = gather_rows(
+                unit, [c.value for c in self._chunked], [c.rows for c in self._chunked]
+            )
+            for chunked, whole in zip(self._chunked, found, strict=True):
+                store_own_part(chunked.handle, chunked.position, whole)
+
+    def store_shard(self, key: str, handle: FlatParamHandle, shard: torch.Tensor) -> None:
+        """Copy a rank's shard, unless it was made by another number of ranks."""
+        if self._unit.summoned_everywhere:
+            raise RuntimeError(
+                f"{key} is a shard, and parameters are whole inside summon_full_params: load it "
+                "outside of the context, or load a full state dict"
+            )
+        if shard.shape != handle.shard_tensor.shape:
+            self._report.errors.append(
+                f"size mismatch for {key}: a local state dict fits the ranks and the wrapping it "
+                f"was saved with; it has shape {shard.shape}, this rank's shard "
+                f"{handle.shard_tensor.shape}."
+            )
+        else:
+            with torch.no_grad():
+                handle.shard_tensor.data.copy_(shard)

@@ -1,0 +1,375 @@
+"""A unit's part in ``state_dict()`` and ``load_state_dict()``: hooks on the modules it manages.
+
+Note: hooks, not swaps
+    ``nn.Module`` walks the tree and writes down what it finds: pieces, or nothing where only a
+    flat parameter is registered. After each module a hook puts the right values in their places.
+    Nothing of the model is changed meanwhile, so an exception in the middle leaves nothing
+    behind, and what users hook onto their modules sees what it would see in the bare model. The
+    first module that is entered opens a session: the unit is gathered once, what is wanted is
+    copied, and the whole buffer goes before the walk reaches the next unit. It does not matter
+    where the walk began: at the root, at a unit, at a module inside one, or outside.
+
+    Loading meets the same hooks before each module: a rank copies its own part of every value
+    into its shard, then leaves the current piece in the value's place, which ``nn.Module`` copies
+    onto itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..api import FullStateDictConfig, ShardedStateDictConfig, StateDictType
+from ..engine.flat_param import FlatParamHandle
+from ..engine.places import WRAPPED_MODULE
+from ..engine.schedule import Schedule
+from ..engine.unit import Unit
+from . import gathering, sharded_tensors
+from .loading import Arrivals, LoadReport
+from .state_types import default_settings
+
+#: What a local state dict calls a group's shard.
+FLAT_NAME = "_flat_param"
+
+Order = dict[nn.Module, tuple[str, ...]]
+
+
+@dataclasses.dataclass
+class Session:
+    """The values that one ``state_dict()`` call takes from a unit."""
+
+    owner: nn.Module | None
+    prefix: str
+    values: dict[nn.Module, dict[str, Any]]
+
+    def covers(self, prefix: str) -> bool:
+        """Whether a module with this prefix is entered by the same call."""
+        if self.owner is None:
+            return True
+        # A call that begins elsewhere was broken off if it left its session open.
+        return len(prefix) > len(self.prefix) and prefix.startswith(self.prefix)
+
+
+class ModelState:
+    """Saves and loads one unit's parameters; made and kept by its wrapper."""
+
+    def __init__(self, wrapper: Any, modules: Iterable[nn.Module], order: Order) -> None:
+        self.settings = default_settings()
+        self.mesh: sharded_tensors.SharedMesh | None = None
+        self.order = order
+        self._wrapper = wrapper
+        self._session: Session | None = None
+        self._managed: dict[nn.Module, dict[str, tuple[FlatParamHandle, int]]] = {}
+        for handle in self.unit.handles:
+            for index, places in enumerate(handle.places):
+                for place in places:
+                    self._managed.setdefault(place.module, {})[place.name] = (handle, index)
+        self._modules = list(dict.fromkeys([*modules, *self._managed]))
+        self._attach()
+
+    def _attach(self) -> None:
+        for module in self._modules:
+            attach(module, self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_session": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._attach()
+
+    @property
+    def unit(self) -> Unit:
+        unit: Unit = self._wrapper._unit
+        return unit
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether this rank is to have what it saves."""
+        config = self.settings.state_dict_config
+        if not (isinstance(config, FullStateDictConfig) and config.rank0_only):
+            return True
+        return self.unit.shards.rank == 0 and self._is_first_copy
+
+    @property
+    def _is_first_copy(self) -> bool:
+        return self.unit.copies is None or self.unit.copies.rank == 0
+
+    def refuse_inside_pass(self, what: str) -> None:
+        schedule: Schedule | None = self._wrapper._schedule
+        if schedule is not None and not schedule.is_idle:
+            raise RuntimeError(
+                f"{what} of unit {self.unit.name!r} in the middle of a forward or backward: "
+                "parameters come and go there. Call it between steps"
+            )
+
+    # -- saving -------------------------------------------------------------------------------
+
+    def open(self, owner: nn.Module | None, prefix: str) -> None:
+        """Take from the unit what a call needs that began at ``owner`` (None: at the wrapper)."""
+        self.refuse_inside_pass("state_dict()")
+        self._session = Session(owner, prefix, {})
+        with torch.no_grad():
+            self._session.values = self._take(owner)
+
+    def close(self) -> None:
+        """End the call."""
+        self._session = None
+
+    def _take(self, owner: nn.Module | None) -> dict[nn.Module, dict[str, Any]]:
+        below = set(self._managed) if owner is None else set(owner.modules())
+        wanted = {m: names for m, names in self._managed.items() if m in below}
+        unit = self.unit
+        if not unit.handles or not wanted:
+            return {}
+        if not (unit.summoned or unit.shows_full):
+            unit.write_back()
+        if self.settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            if owner is not None and unit.module not in below:
+                raise RuntimeError(
+                    f"A local state dict is made of whole units, and {type(owner).__name__} is a "
+                    f"part of unit {unit.name!r}: call state_dict() on the unit, or use another "
+                    "state_dict_type"
+                )
+            return {unit.module: self._local_values()}
+        whole = self._whole()
+        made: dict[tuple[FlatParamHandle, int], Any] = {}
+        for places in wanted.values():
+            for handle, index in places.values():
+                if handle in whole and (handle, index) not in made:
+                    made[handle, index] = self._value(whole[handle][index])
+        return {
+            module: {name: made[place] for name, place in names.items() if place in made}
+            for module, names in wanted.items()
+        }
+
+    def _local_values(self) -> dict[str, torch.Tensor]:
+        shards = [handle.shard_tensor.detach() for handle in self.unit.handles]
+        if self.settings.state_dict_config.offload_to_cpu:
+            shards = [shard.to("cpu") for shard in shards]
+        return dict(zip(self._flat_names(), shards, strict=True))
+
+    def _flat_names(self) -> list[str]:
+        return [f"{FLAT_NAME}_{i}" if i else FLAT_NAME for i in range(len(self.unit.handles))]
+
+    def _whole(self) -> dict[FlatParamHandle, list[torch.Tensor]]:
+        """Whole parameters of each group, as views; nothing on ranks that are to have nothing."""
+        unit = self.unit
+        if unit.summoned_everywhere:
+            return {handle: _shown(handle) for handle in unit.handles} if self.is_visible else {}
+        config = self.settings.state_dict_config
+        if isinstance(config, FullStateDictConfig) and config.rank0_only:
+            if not self._is_first_copy:
+                return {}
+            unit.shards.begin_pass("state dict on the first rank", unit.name)
+            whole = gathering.gather_shards_to_first(unit)
+        else:
+            unit.shards.begin_pass("state dict", unit.name)
+            shards = [handle.shard_tensor for handle in unit.handles]
+            whole = gathering.gather_shards(unit, unit.handles, shards)
+        return {h: gathering.whole_views(h, f) for h, f in zip(unit.handles, whole, strict=False)}
+
+    def _value(self, whole: torch.Tensor) -> Any:
+        config = self.settings.state_dict_config
+        unit = self.unit
+        if isinstance(config, ShardedStateDictConfig) and sharded_tensors.has_rows(whole.shape):
+            local = sharded_tensors.chunk(whole, unit.shards, config.offload_to_cpu)
+            mesh = self.mesh.mesh if self.mesh is not None else None
+            if mesh is None and config._use_dtensor:
+                mesh = sharded_tensors.mesh_of(unit)
+                self.mesh = sharded_tensors.SharedMesh(mesh)
+            if mesh is not None:
+                return sharded_tensors.as_dtensor(local, whole.shape, mesh)
+            return sharded_tensors.as_sharded_tensor(local, whole.shape, unit.shards)
+        device = torch.device("cpu") if config.offload_to_cpu else whole.device
+        return whole.detach().to(device, copy=True)
+
+    def before_save(self, module: nn.Module, prefix: str) -> None:
+        """A module is about to be written down."""
+        if self._session is None or not self._session.covers(prefix):
+            self.open(module, prefix)
+
+    def after_save(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        """A module and all below it were written down, this unit's values still wrong."""
+        session = self._session
+        if session is None:
+            return
+        hidden = dict.fromkeys(self._managed.get(module, ()))
+        if module is self.unit.module:
+            hidden[FLAT_NAME] = None
+        values = session.values.get(module, {})
+        for name in hidden:
+            if name not in values:
+                state_dict.pop(prefix + name, None)
+        _put(state_dict, prefix, values, self._names(module, values))
+        for name, dtype in self._wrapper._buffer_precision.registered(module).items():
+            if prefix + name in state_dict:
+                state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
+        if session.owner is module and session.prefix == prefix:
+            self.close()
+            self.finish(state_dict, prefix)
+
+    def _names(self, module: nn.Module, values: Mapping[str, Any]) -> tuple[str, ...]:
+        flat = (name for name in values if name.startswith(FLAT_NAME))
+        return (*flat, *self.order.get(module, values))
+
+    def finish(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Apply to everything below ``prefix`` what is asked of the state dict as a whole."""
+        keys = [key for key in state_dict if key.startswith(prefix)]
+        for key in keys:
+            if not self.is_visible:
+                del state_dict[key]
+            elif self.settings.state_dict_config.offload_to_cpu:
+                value = state_dict[key]
+                if isinstance(value, torch.Tensor) and not sharded_tensors.is_sharded(value):
+                    state_dict[key] = value.to("cpu")
+
+    # -- loading ------------------------------------------------------------------------------
+
+    def before_load(
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        """A module is about to be loaded; the arguments are those of a hook before it."""
+        self._prepare_to_load()
+        report = LoadReport(missing, unexpected, errors)
+        managed = self._managed.get(module, {})
+        if managed:
+            # Assigning would put new parameters where the unit's own belong.
+            local_metadata.pop("assign_to_params_buffers", None)
+        is_local = self.settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+        if module is self.unit.module:
+            self._load_flat(state_dict, prefix, report, is_local)
+        arrivals = Arrivals(self.unit, report)
+        for name in filter(managed.__contains__, self.order.get(module, managed)):
+            key = prefix + name
+            handle, index = managed[name]
+            registered = module._parameters.get(name)
+            if is_local:
+                if key in state_dict:
+                    report.unexpected.append(_clean(key))
+            elif key in state_dict:
+                arrivals.add(_clean(key), handle, index, state_dict[key])
+            elif registered is None:
+                report.missing.append(key)
+            if self.unit.summoned_everywhere and not is_local:
+                continue
+            if registered is None:
+                state_dict.pop(key, None)
+            elif key in state_dict or is_local:
+                state_dict[key] = registered.detach()
+        with torch.no_grad():
+            arrivals.store()
+
+    def _prepare_to_load(self) -> None:
+        self.refuse_inside_pass("load_state_dict()")
+        wrapper = self._wrapper
+        if wrapper._schedule is not None and not self.unit.summoned:
+            wrapper._schedule.rest(self.unit)
+        if not self.unit.summoned:
+            self.unit.write_back()
+        wrapper._buffer_precision.restore()
+
+    def _load_flat(
+        self, state_dict: dict[str, Any], prefix: str, report: LoadReport, is_local: bool
+    ) -> None:
+        """Load shards by the names of a local state dict; in others such names are unexpected."""
+        for name, handle in zip(self._flat_names(), self.unit.handles, strict=True):
+            key = prefix + name
+            shard = state_dict.pop(key, None)
+            if is_local and shard is None:
+                report.missing.append(_clean(key))
+            elif is_local:
+                Arrivals(self.unit, report).store_shard(_clean(key), handle, shard)
+            elif shard is not None:
+                report.unexpected.append(_clean(key))
+        registered = self.unit.module._parameters.get(FLAT_NAME)
+        if registered is not None:
+            state_dict[prefix + FLAT_NAME] = registered.detach()
+
+
+# -- hooks ----------------------------------------------------------------------------------------
+
+#: The units that take part when a module is saved or loaded. Outside of the modules, so that they
+#: can be copied and pickled without the units around them.
+_taking_part: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[ModelState]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def attach(module: nn.Module, state: ModelState) -> None:
+    """Let ``state`` take part when ``module`` is saved or loaded."""
+    _taking_part.setdefault(module, []).append(weakref.ref(state))
+    if _after_save in module._state_dict_hooks.values():
+        return
+    module.register_state_dict_pre_hook(_before_save)
+    hook = module._register_state_dict_hook(_after_save)
+    # Before the user's: theirs are to see what they would see in the bare model.
+    module._state_dict_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
+    module.register_load_state_dict_pre_hook(_before_load)
+
+
+def _states_at(module: nn.Module) -> list[ModelState]:
+    found = (reference() for reference in _taking_part.get(module, ()))
+    return [state for state in found if state is not None]
+
+
+def _before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    for state in _states_at(module):
+        state.before_save(module, prefix)
+
+
+def _after_save(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+    for state in _states_at(module):
+        state.after_save(module, state_dict, prefix)
+
+
+def _before_load(module: nn.Module, *args: Any) -> None:
+    for state in _states_at(module):
+        state.before_load(module, *args)
+
+
+def _shown(handle: FlatParamHandle) -> list[torch.Tensor]:
+    """The full parameters that ``summon_full_params`` shows now, changes included."""
+    found = [places[0].module._parameters[places[0].name] for places in handle.places]
+    return [parameter.detach() for parameter in found if parameter is not None]
+
+
+def _put(
+    state_dict: dict[str, Any], prefix: str, values: Mapping[str, Any], order: tuple[str, ...]
+) -> None:
+    """Put a module's values in their places, before whatever else the module wrote down."""
+    if not values:
+        return
+    if all(prefix + name in state_dict for name in values):
+        state_dict.update({prefix + name: value for name, value in values.items()})
+        return
+    tail: dict[str, Any] = {}
+    for key in reversed(list(state_dict)):
+        if not key.startswith(prefix):
+            break
+        tail[key] = state_dict.pop(key)
+    for name in order:
+        if name in values:
+            tail.pop(prefix + name, None)
+            state_dict[prefix + name] = values[name]
+        elif prefix + name in tail:
+            state_dict[prefix + name] = tail.pop(prefix + name)
+    state_dict.update(reversed(tail.items()))
+
+
+def _clean(key: str) -> str:
+    """A key as users know it."""
+    return key.replace(f"{WRAPPED_MODULE}.", "")

@@ -1,0 +1,189 @@
+"""Parameters as ShardedTensor or DTensor: every rank holds a chunk of the first dimension's rows.
+
+Chunks are those of ``torch.chunk``: ceil(rows / ranks) rows each, the last ones shorter or empty.
+Parameters without rows to share (scalars, and those without elements) stay plain tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..engine.collectives import Group
+from ..engine.unit import Unit
+
+
+class SharedMesh:
+    """A device mesh that copies share and pickles leave out."""
+
+    def __init__(self, mesh: Any) -> None:
+        self.mesh = mesh
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedMesh:
+        return self
+
+    def __reduce__(self) -> Any:
+        return SharedMesh, (None,)
+
+
+class Rows(NamedTuple):
+    """The rows of a parameter that one of several ranks holds."""
+
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, rows: int, rank: int, ranks: int) -> Rows:
+        step = -(-rows // ranks)
+        return cls(min(rank * step, rows), min((rank + 1) * step, rows))
+
+
+def has_rows(shape: Sequence[int]) -> bool:
+    """Whether a parameter of this shape can be chunked."""
+    return math.prod(shape) > 0 and len(shape) > 0
+
+
+def chunk(whole: torch.Tensor, group: Group, to_cpu: bool) -> torch.Tensor:
+    """A copy of this rank's rows of a whole parameter."""
+    rows = Rows.of(whole.shape[0], group.rank, group.size)
+    device = torch.device("cpu") if to_cpu else whole.device
+    mine = whole.detach()[rows.start : rows.end]
+    copy = torch.empty(mine.shape, dtype=mine.dtype, device=device)
+    return copy.copy_(mine)
+
+
+def as_sharded_tensor(local: torch.Tensor, shape: Sequence[int], group: Group) -> Any:
+    """The ShardedTensor of which ``local`` is this rank's chunk; made without communication."""
+    from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+    from torch.distributed._shard.sharded_tensor.metadata import (
+        ShardedTensorMetadata,
+        TensorProperties,
+    )
+    from torch.distributed._shard.sharding_spec import ShardMetadata
+
+    rest = list(shape[1:])
+    chunks: list[Any] = []
+    mine: list[Any] = []
+    for rank in range(group.size):
+        rows = Rows.of(shape[0], rank, group.size)
+        if rows.end == rows.start:
+            continue
+        metadata = ShardMetadata(
+            [rows.start] + [0] * len(rest),
+            [rows.end - rows.start, *rest],
+            _placement(rank, local.device, group),
+        )
+        chunks.append(metadata)
+        if rank == group.rank:
+            mine.append(Shard(local, metadata))
+    properties = TensorProperties(dtype=local.dtype)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        mine,
+        ShardedTensorMetadata(chunks, torch.Size(shape), properties),
+        process_group=group.group,
+    )
+
+
+def _placement(rank: int, device: torch.device, group: Group) -> str:
+    """Where another rank keeps its chunk: on the device of the same kind that is its own."""
+    worldwide = dist.get_global_rank(group.group, rank)
+    if device.type == "cpu":
+        return f"rank:{worldwide}/cpu"
+    if rank == group.rank:
+        return f"rank:{worldwide}/{device}"
+    index = worldwide % torch.accelerator.device_count()
+    return f"rank:{worldwide}/{device.type}:{index}"
+
+
+def as_dtensor(local: torch.Tensor, shape: Sequence[int], mesh: Any) -> Any:
+    """The DTensor of which ``local`` is this rank's chunk; copies across a second dimension."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    placements = [Replicate(), Shard(0)] if mesh.ndim == 2 else [Shard(0)]
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def mesh_of(unit: Unit) -> Any:
+    """A device mesh over the groups of a unit that was given none."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    device_type = unit.device.type
+    shards = unit.shards.group
+    if unit.copies is None:
+        return DeviceMesh.from_group(shards, device_type)
+    copies = unit.copies.group
+    row = dist.get_process_group_ranks(shards)
+    column = dist.get_process_group_ranks(copies)
+    grid = [[first + rank - row[0] for rank in row] for first in _firsts(row, column)]
+    return DeviceMesh.from_group(
+        [copies, shards], device_type, mesh=grid, mesh_dim_names=("copies", "shards")
+    )
+
+
+def _firsts(row: list[int], column: list[int]) -> list[int]:
+    """The first rank of every group of shards, in a regular grid of ranks."""
+    me = next(iter(set(row) & set(column)))
+    return [rank - me + row[0] for rank in column]
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether ``value`` is a ShardedTensor or a DTensor."""
+    return hasattr(value, "local_shards") or hasattr(value, "to_local")
+
+
+def shape_of(value: Any) -> torch.Size:
+    """The shape of a whole parameter; a ShardedTensor is not asked for it, since it warns."""
+    shape: torch.Size = value.metadata().size if hasattr(value, "local_shards") else value.shape
+    return shape
+
+
+def local_rows(value: Any, group: Group) -> torch.Tensor:
+    """This rank's chunk of a sharded parameter; refuses one that is cut in another way."""
+    rows = Rows.of(shape_of(value)[0], group.rank, group.size)
+    count = rows.end - rows.start
+    if hasattr(value, "to_local"):
+        local = value.to_local()
+        if local.shape[0] != count:
+            raise ValueError(
+                f"rank {group.rank} of {group.size} expects {count} rows of it, but the DTensor "
+                f"has {local.shape[0]} here, with placements {value.placements}"
+            )
+        return local
+    shards = value.local_shards()
+    found = [(s.metadata.shard_offsets[0], s.tensor.shape[0]) for s in shards]
+    if found != ([(rows.start, count)] if count else []):
+        raise ValueError(
+            f"rank {group.rank} of {group.size} expects rows {rows.start} to {rows.end} of it, but "
+            f"the ShardedTensor has (first row, rows) {found} here"
+        )
+    if shards:
+        return shards[0].tensor
+    return torch.empty(0, dtype=value.metadata().tensor_properties.dtype)
+
+
+def gather_rows(unit: Unit, values: Sequence[Any], locals_: Sequence[torch.Tensor]) -> list[Any]:
+    """Whole parameters, one per sharded value, from the chunks of all ranks, in one launch."""
+    group = unit.shards
+    if group.size == 1:
+        return list(locals_)
+    outputs: list[torch.Tensor] = []
+    inputs: list[torch.Tensor] = []
+    shapes = [shape_of(value) for value in values]
+    for shape, local in zip(shapes, locals_, strict=True):
+        step = -(-shape[0] // group.size) * math.prod(shape[1:])
+        padded = torch.zeros(step, dtype=local.dtype, device=unit.device)
+        padded[: local.numel()].copy_(local.reshape(-1))
+        inputs.append(padded)
+        outputs.append(torch.empty(step * group.size, dtype=local.dtype, device=unit.device))
+    group.wait(*group.gather(outputs, inputs, unit.name))
+    return [
+        output[: math.prod(shape)].view(shape)
+        for output, shape in zip(outputs, shapes, strict=True)
+    ]

@@ -1,0 +1,76 @@
+"""What local and sharded state dicts hold on each rank."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.original.training import Net, build
+from tests.state.models import SHARDED_KINDS, Odd, assert_same_state, kind, wipe, wrapped
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import LocalStateDictConfig, ShardingStrategy, StateDictType
+from fullshard.testing import device, ranks
+
+FULL_SHARD = ShardingStrategy.FULL_SHARD
+
+
+@ranks(3)
+def test_a_local_state_dict_has_this_ranks_shard_of_every_unit() -> None:
+    model = wrapped(build(Net), FULL_SHARD, "blocks")
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        state = model.state_dict()
+        with pytest.raises(RuntimeError, match="whole units"):
+            model.module.head.state_dict()
+    assert list(state) == ["_flat_param", *(f"blocks.{i}._flat_param" for i in range(3))]
+    assert torch.equal(state["blocks.1._flat_param"], model.blocks[1]._flat_param)
+    many = wrapped(build(Odd), FULL_SHARD, "one unit", use_orig_params=True)
+    with FSDP.state_dict_type(many, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig()):
+        names = [n for n in many.state_dict() if "flat" in n]
+    assert names == ["_flat_param", "_flat_param_1"]
+
+
+@ranks(4)
+def test_sharded_parameters_are_chunks_of_rows() -> None:
+    bare = build(Net)
+    model = wrapped(bare, FULL_SHARD, "blocks")
+    for name in SHARDED_KINDS:
+        with kind(model, name):
+            value = model.state_dict()["embed.weight"]
+        rows = bare.embed.weight.chunk(4)[dist.get_rank()]
+        if name == "sharded":
+            assert isinstance(value, ShardedTensor)
+            assert torch.equal(value.local_shards()[0].tensor, rows)
+        else:
+            assert isinstance(value, DTensor)
+            assert value.placements == (Shard(0),)
+            assert torch.equal(value.to_local(), rows)
+            assert torch.equal(value.full_tensor(), bare.embed.weight)
+
+
+@ranks(4)
+def test_with_a_device_mesh_parameters_are_dtensors_over_it() -> None:
+    bare = build(Net)
+    line = init_device_mesh(device().type, (4,))
+    grid = init_device_mesh(device().type, (2, 2), mesh_dim_names=("copies", "shards"))
+    for mesh, strategy in ((line, FULL_SHARD), (grid, ShardingStrategy.HYBRID_SHARD)):
+        model = copy.deepcopy(wrapped(bare, strategy, "blocks", device_mesh=mesh))
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            state = model.state_dict()
+            wipe(model)
+            model.load_state_dict(state)
+        for name, value in state.items():
+            assert isinstance(value, DTensor), name
+            assert value.device_mesh is mesh
+            assert value.placements == ((Replicate(), Shard(0)) if mesh is grid else (Shard(0),))
+        assert_same_state(model.state_dict(), dict(bare.state_dict()))
+    model = wrapped(bare, ShardingStrategy.HYBRID_SHARD, "blocks")
+    with kind(model, "dtensor"):
+        value = model.state_dict()["head.weight"]
+    assert value.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
+    assert torch.equal(value.full_tensor(), bare.head.weight)

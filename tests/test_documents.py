@@ -1,0 +1,43 @@
+"""What the documents name exists: tests, files they link to, and files in backquotes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+
+@each_document
+def test_tests_that_a_document_names_exist(document: Path) -> None:
+    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", document.read_text(encoding="utf-8"))
+    for file, name in named:
+        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), (file, name)
+
+
+@each_document
+def test_files_that_a_document_links_to_exist(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)", document.read_text(encoding="utf-8"))
+    for target, anchor in links:
+        file = document.parent / target if target else document
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor[1:] in [as_anchor(heading) for heading in headings], anchor
+
+
+def as_anchor(heading: str) -> str:
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+@each_document
+def test_scripts_that_a_document_runs_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    for script in re.findall(r"((?:examples|benchmarks|tests)/[\w/]+\.py)", text):
+        if script != "tests/test_step.py":  # an example of a report
+            assert (ROOT / script).exists(), script
