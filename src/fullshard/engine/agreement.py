@@ -16,13 +16,17 @@ Note: agreeing without talking
     the operations it went through and reads what the others posted. Two ranks with different
     operations at the same place have disagreed: the finding is posted, and every rank raises it.
     A rank that is merely slow has posted nothing that contradicts the others, and is waited for.
+    Over gloo the host itself waits for collectives, and looks. Over other backends it runs ahead;
+    there a thread answers for it.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
+import threading
 import time
 import weakref
 from datetime import timedelta
@@ -62,6 +66,11 @@ class Operation(NamedTuple):
         return f"{self.verb} of unit {self.unit!r}{size}"
 
 
+#: An operation and its number among those of its process group.
+Place = tuple[int, Operation]
+_ASKED = "fullshard/asked"
+
+
 class Agreement:
     """One process group's common knowledge of the order of operations."""
 
@@ -72,12 +81,17 @@ class Agreement:
         self._table: dict[int, Operation] = {}
         self._path = 0
         self._count = 0
-        self._recent: collections.deque[Operation] = collections.deque(maxlen=_REMEMBERED)
+        #: (place, operation) pairs; copied in one piece by the thread that answers for this rank.
+        self._recent: collections.deque[Place] = collections.deque(maxlen=_REMEMBERED)
         self._passes: collections.deque[Operation] = collections.deque(maxlen=_PASSES_REMEMBERED)
         self._previous_key: str | None = None
+        self._asking = False
+        self._finding: str | None = None
 
     def settle(self, operation: Operation, begins_pass: bool = False) -> None:
         """Return when every rank is known to do ``operation`` next; raise if one is not."""
+        if self._finding is not None:
+            raise RanksDisagreeError(self._finding)
         # What a pass consists of follows from how it began; which pass is next, from the last few.
         path = hash((self._path, *self._passes)) if begins_pass else self._path
         if self._table.get(path) != operation:
@@ -85,7 +99,7 @@ class Agreement:
             if len(self._table) >= _TABLE_LIMIT:
                 self._table.clear()
             self._table[path] = operation
-        self._recent.append(operation)
+        self._recent.append((self._count, operation))
         self._count += 1
         if begins_pass:
             self._passes.append(operation)
@@ -148,47 +162,48 @@ class Agreement:
 
     def _look(self, pending: Operation | None) -> None:
         """Post where this rank is, read where the others are, raise what they disagree on."""
-        history = [*self._recent] if pending is None else [*self._recent, pending]
-        start = self._count + (pending is not None) - len(history)
-        self._store.set(self._post(self._rank), json.dumps([start, history]))
-        verdict = self._verdict(start, history)
-        if verdict is not None:
+        self._ask()
+        history = [*self._recent] if pending is None else [*self._recent, (self._count, pending)]
+        finding = self._compare(history)
+        if finding is not None:
             self._announce()
-            raise RanksDisagreeError(verdict)
+            raise RanksDisagreeError(finding)
 
-    def _post(self, rank: int) -> str:
-        return f"fullshard/position/{rank}"
+    def _ask(self) -> None:
+        """Have ranks that do not wait for anything, or not in fullshard, say where they are."""
+        if not self._asking:
+            self._asking = True
+            self._store.set(_ASKED, "1")
 
-    def _verdict(self, start: int, posted: list[Operation]) -> str | None:
-        mine = {start + step: Operation(*operation) for step, operation in enumerate(posted)}
-        for rank in range(self._world_size):
-            if rank == self._rank or not self._store.check([self._post(rank)]):
-                continue
-            other_start, other = json.loads(self._store.get(self._post(rank)))
-            for step, parts in enumerate(other):
-                theirs, place = Operation(*parts), other_start + step
-                if place in mine and mine[place] != theirs:
-                    return self._describe(place, {self._rank: mine[place], rank: theirs})
+    def answer(self) -> bool:
+        """Say where this rank is, if another asks; whether they turned out to disagree.
+
+        Called by a thread of its own where collectives do not block the host. The disagreement is
+        raised by the next operation of this rank.
+        """
+        if self._store.check([_ASKED]):
+            self._finding = self._compare([*self._recent])
+        if self._finding is None:
+            return False
+        self._announce()
+        return True
+
+    def _compare(self, history: list[Place]) -> str | None:
+        """Post ``history`` and return in words where another rank's differs from it."""
+        self._store.set(_post(self._rank), json.dumps(history))
+        mine = dict(history)
+        others = {r: self._read(r) for r in range(self._world_size) if r != self._rank}
+        for theirs in others.values():
+            for place, operation in theirs.items():
+                if mine.get(place, operation) != operation:
+                    return _describe(place, {self._rank: mine, **others})
         return None
 
-    def _describe(self, place: int, found: dict[int, Operation]) -> str:
-        for rank in range(self._world_size):
-            if rank not in found and self._store.check([self._post(rank)]):
-                start, other = json.loads(self._store.get(self._post(rank)))
-                if 0 <= place - start < len(other):
-                    found[rank] = Operation(*other[place - start])
-        by_operation: dict[Operation, list[int]] = {}
-        for rank in sorted(found):
-            by_operation.setdefault(found[rank], []).append(rank)
-        sides = "; ".join(
-            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {operation}"
-            for operation, ranks in by_operation.items()
-        )
-        return (
-            f"Ranks disagree about operation {place} of this process group: {sides}. Every rank "
-            "must run the same units in the same order; look for control flow that depends on a "
-            "rank's own data, an exception caught on one rank only, or models built differently."
-        )
+    def _read(self, rank: int) -> dict[int, Operation]:
+        if not self._store.check([_post(rank)]):
+            return {}
+        posted = json.loads(self._store.get(_post(rank)))
+        return {place: Operation(*operation) for place, operation in posted}
 
     def _announce(self) -> None:
         """Give the other ranks time to read this rank's post before this process may end."""
@@ -198,6 +213,26 @@ class Agreement:
         while read < self._world_size and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY / 5)
             read = self._store.add(key, 0)
+
+
+def _post(rank: int) -> str:
+    return f"fullshard/position/{rank}"
+
+
+def _describe(place: int, histories: dict[int, dict[int, Operation]]) -> str:
+    sides: dict[Operation, list[int]] = {}
+    for rank in sorted(histories):
+        if place in histories[rank]:
+            sides.setdefault(histories[rank][place], []).append(rank)
+    told = "; ".join(
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {operation}"
+        for operation, ranks in sides.items()
+    )
+    return (
+        f"Ranks disagree about operation {place} of this process group: {told}. Every rank "
+        "must run the same units in the same order; look for control flow that depends on a "
+        "rank's own data, an exception caught on one rank only, or models built differently."
+    )
 
 
 class NoAgreement:
@@ -227,4 +262,40 @@ def _make(group: Any) -> Agreement | NoAgreement:
     backend, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
     if store is None or backend == "fake":
         return NoAgreement()
-    return Agreement(store, group.rank(), group.size())
+    agreement = Agreement(store, group.rank(), group.size())
+    if "gloo" not in str(backend):
+        answer_in_background(agreement, group)
+    return agreement
+
+
+def answer_in_background(agreement: Agreement, group: Any) -> threading.Thread:
+    """Let a thread answer other ranks' questions while this one computes.
+
+    For backends whose collectives do not block the host: a rank that follows the known order runs
+    ahead of a collective that will never come. When that is found, the group is aborted, so that a
+    host that waits for the device comes back.
+    """
+    thread = threading.Thread(
+        target=_answer, args=(weakref.ref(agreement), weakref.ref(group)), daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def _answer(agreement_reference: Any, group_reference: Any) -> None:
+    while True:
+        time.sleep(PATIENCE / 2)
+        agreement = agreement_reference()
+        try:
+            if agreement is None:
+                return
+            if agreement.answer():
+                break
+        except RuntimeError:
+            # The store is gone, and with it the other ranks.
+            return
+        del agreement
+    group = group_reference()
+    if group is not None:
+        with contextlib.suppress(Exception):
+            group.abort()

@@ -1,4 +1,4 @@
-"""What one kind of device has and another lacks: streams, events, pinned memory.
+"""What one kind of device has and another lacks: streams and events.
 
 The engine speaks of three lines of work: *compute* (the user's current stream), *gather* and
 *reduce*. On a CPU they are one and the same and nearly everything here is a no-op.
@@ -82,10 +82,6 @@ class HostLines:
     def settle(self) -> None:
         """Carry out every release that is still owed."""
 
-    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in memory from which the device copies asynchronously."""
-        return tensor
-
 
 class AcceleratorLines(HostLines):
     """Three streams of one accelerator, ordered by events."""
@@ -160,9 +156,6 @@ class AcceleratorLines(HostLines):
             self._owed = None
             for buffer in buffers:
                 buffer.release()
-
-    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.pin_memory()
 
 
 _lines: dict[torch.device, HostLines] = {}

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..api import BackwardPrefetch
 from .autograd import (
@@ -27,59 +26,11 @@ from .autograd import (
 )
 from .device import lines_for
 from .gradients import Gradients
+from .progress import Call, Progress
 from .unit import State, Unit
 
 #: Passes without a backward after which their order is no longer kept for prefetching.
 _PASSES_KEPT = 64
-
-
-class Call:
-    """One forward of a unit whose end of backward is told by its inputs' gradients."""
-
-    __slots__ = ("reached_in",)
-
-    def __init__(self) -> None:
-        self.reached_in = -1
-
-
-class Progress:
-    """What the schedule keeps per unit."""
-
-    __slots__ = (
-        "active",
-        "birth",
-        "held",
-        "inputs_tell",
-        "kept",
-        "open_calls",
-        "pinned",
-        "prefetched",
-        "side_outputs",
-        "task",
-    )
-
-    def __init__(self) -> None:
-        #: Forwards of this unit that are running now.
-        self.active = 0
-        #: Gathered ahead of its use.
-        self.prefetched = False
-        #: Left gathered by a backward inside ``no_sync``: its content is still right.
-        self.kept = False
-        #: Left gathered by a backward with ``create_graph``, for the backward that follows.
-        self.pinned = False
-        #: Where the unit's modules keep tensors for others, such as auxiliary losses.
-        self.side_outputs: list[tuple[nn.Module, str]] | None = None
-        #: The graph task in which a gradient reached the unit's output; None when closed.
-        self.task: int | None = None
-        #: Calls whose outputs were reached and whose inputs were not, see ``Schedule._close``.
-        self.open_calls = 0
-        #: Whether the unit may need its parameters after its own gradients are there: its inputs'
-        #: gradients tell when it is done. None until its first forward was looked at.
-        self.inputs_tell: bool | None = None
-        #: Needed until the end of backward, since no input's gradient can tell.
-        self.held = False
-        #: When the unit's last forward began, in autograd's numbers.
-        self.birth = 0
 
 
 class Schedule:
