@@ -174,7 +174,7 @@ def _build_handle(
     options: UnitOptions,
     precision: MixedPrecision,
 ) -> FlatParamHandle:
-    handle = FlatParamHandle(
+    return FlatParamHandle(
         parameters,
         module,
         device,
@@ -186,6 +186,5 @@ def _build_handle(
         process_group,
         options.use_orig_params,
         places=places,
+        shard=True,
     )
-    handle.shard()
-    return handle

@@ -63,7 +63,8 @@ class Dtypes(NamedTuple):
 class FlatParamHandle:
     """Owns one group's memory.
 
-    ``params`` are flattened on construction; :meth:`shard` then keeps this rank's part only.
+    ``params`` are flattened on construction; :meth:`shard` then keeps this rank's part only, or
+    the constructor does when told so.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class FlatParamHandle:
         fsdp_extension: Any = None,
         *,
         places: dict[Any, list[Place]] | None = None,
+        shard: bool = False,
     ) -> None:
         self.params = list(dict.fromkeys(params))
         if not self.params:
@@ -109,6 +111,10 @@ class FlatParamHandle:
         self.pieces = self.layout.pieces(self.rank)
         self._cut_sizes, self._cut_positions = self._cuts()
         self._flatten()
+        if shard:
+            self.shard()
+        else:
+            self._bind()
 
     # -- construction -------------------------------------------------------------------------
 
@@ -144,7 +150,6 @@ class FlatParamHandle:
             self.module.register_parameter("_flat_param", self.flat_param)
             # The originals are gone; holding them would hold the whole model's memory.
             self.params = []
-        self._bind()
 
     def _cuts(self) -> tuple[list[int], list[tuple[int, int]]]:
         """Sizes that cut a shard at its pieces' ends, and which part belongs to which parameter."""
@@ -432,4 +437,6 @@ def _flat_stride(parameter: torch.Tensor) -> tuple[int, ...]:
             and not parameter.is_contiguous()
         ):
             return parameter.stride()
+    if parameter.is_contiguous():
+        return parameter.stride()
     return torch.empty(parameter.shape, device="meta").stride()

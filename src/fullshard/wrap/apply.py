@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -27,12 +29,29 @@ def wrap_submodules(
 
     Everything that can be wrong with the plan is found before the first module is changed.
     """
-    plan = decide(root, policy, ignored=ignored, root_arguments=root_arguments)
-    for message in plan.warnings:
-        warnings.warn(message, UserWarning, stacklevel=3)
-    check_plan_is_uniform(plan)
-    apply_plan(plan, wrapper_class)
+    with _collector_paused():
+        plan = decide(root, policy, ignored=ignored, root_arguments=root_arguments)
+        for message in plan.warnings:
+            warnings.warn(message, UserWarning, stacklevel=3)
+        check_plan_is_uniform(plan)
+        apply_plan(plan, wrapper_class)
     return plan
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Wrapping makes hundreds of thousands of objects that stay.
+
+    The cyclic garbage collector would go through all of them again and again, which takes as long
+    as the wrapping itself on a model of 10,000 modules.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def apply_plan(plan: Plan, wrapper_class: Callable[..., nn.Module]) -> tuple[nn.Module, ...]:
