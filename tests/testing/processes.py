@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,10 @@ needs_pytest = pytest.mark.skipif(
 )
 _SOURCES = str(Path(fullshard.__file__).resolve().parents[1])
 _MARK = "FULLSHARD_TESTS_MARK"
+
+
+def _mind_control_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @dataclass
@@ -44,6 +49,8 @@ class MarkedProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            # Tests that were started in the background ignore Ctrl-C, and so would this process.
+            preexec_fn=_mind_control_c,
         )
 
     def finish(self) -> str:

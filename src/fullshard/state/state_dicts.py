@@ -25,9 +25,11 @@ class StateDicts(nn.Module):
         self, modules: Iterable[nn.Module], order: Order, nested: Iterable[Any]
     ) -> None:
         """Take part in state dicts; the unit's parameters were in ``order`` before flattening."""
+        known: dict[nn.Module, tuple[str, ...]] = {}
         for wrapper in nested:
-            order = {**wrapper._model_state.order, **order}
-        self._model_state = ModelState(self, modules, order)
+            known.update(wrapper._model_state.order)
+        known.update(order)
+        self._model_state = ModelState(self, modules, known)
         self._load_errors: list[str] = []
         self.register_load_state_dict_post_hook(_report_by_known_names)
 
