@@ -35,7 +35,7 @@ from .grad.clip import clip_grad_norm
 from .state.full_params import summon
 from .state.initialize import materialize
 from .state.state_dicts import StateDicts
-from .wrap import is_unit, resolve_ignored, wrap_submodules
+from .wrap import collector_paused, is_unit, resolve_ignored, wrap_submodules
 
 __all__ = ["FullyShardedDataParallel"]
 
@@ -102,21 +102,6 @@ class FullyShardedDataParallel(StateDicts, UnitFacts):
         self._ignored_modules = ignored.modules
         self._ignored_params = ignored.parameters
         self._ignored_buffer_names = ignored.buffer_names
-        if auto_wrap_policy is not None:
-            shared_arguments = {
-                "process_group": groups.argument,
-                "sharding_strategy": strategy,
-                "cpu_offload": self.cpu_offload,
-                "backward_prefetch": backward_prefetch,
-                "mixed_precision": self.mixed_precision,
-                "param_init_fn": param_init_fn,
-                "device_id": device_id,
-                "sync_module_states": sync_module_states,
-                "forward_prefetch": forward_prefetch,
-                "limit_all_gathers": limit_all_gathers,
-                "use_orig_params": use_orig_params,
-            }
-            wrap_submodules(module, auto_wrap_policy, type(self), shared_arguments, ignored)
         options = UnitOptions(
             strategy,
             self.mixed_precision,
@@ -125,8 +110,24 @@ class FullyShardedDataParallel(StateDicts, UnitFacts):
             limit_all_gathers,
             use_orig_params,
         )
+        shared_arguments = {
+            "process_group": groups.argument,
+            "sharding_strategy": strategy,
+            "cpu_offload": self.cpu_offload,
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": self.mixed_precision,
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "use_orig_params": use_orig_params,
+        }
         self._full_precision_in_eval = os.environ.get(_FSDP_USE_FULL_PREC_IN_EVAL) == "1"
-        self._build(module, groups, options, device_id, param_init_fn, sync_module_states)
+        with collector_paused():
+            if auto_wrap_policy is not None:
+                wrap_submodules(module, auto_wrap_policy, type(self), shared_arguments, ignored)
+            self._build(module, groups, options, device_id, param_init_fn, sync_module_states)
         self._keep_mesh(device_mesh, filter(is_unit, module.modules()))
         self.add_module(WRAPPED_MODULE, module)
         self._schedule: Schedule | None = None

@@ -5,7 +5,7 @@ changing anything, :func:`describe` shows it, and only ``apply.py`` wraps. Nothi
 the wrapper class or the engine. ``torch.distributed.fsdp.wrap`` has the same names.
 """
 
-from fullshard.wrap.apply import apply_plan, wrap_submodules
+from fullshard.wrap.apply import apply_plan, collector_paused, wrap_submodules
 from fullshard.wrap.describe import describe
 from fullshard.wrap.description import Description, UnitDescription
 from fullshard.wrap.frozen import _validate_frozen_params, check_unit_is_uniform
@@ -41,6 +41,7 @@ __all__ = [
     "always_wrap_policy",
     "apply_plan",
     "check_unit_is_uniform",
+    "collector_paused",
     "decide",
     "describe",
     "enable_wrap",

@@ -15,7 +15,7 @@ from fullshard.wrap.ignored import NOTHING_IGNORED, Ignored
 from fullshard.wrap.plan import Decision, Plan, decide
 from fullshard.wrap.selection import Policy
 
-__all__ = ["apply_plan", "wrap_submodules"]
+__all__ = ["apply_plan", "collector_paused", "wrap_submodules"]
 
 
 def wrap_submodules(
@@ -29,18 +29,17 @@ def wrap_submodules(
 
     Everything that can be wrong with the plan is found before the first module is changed.
     """
-    with _collector_paused():
-        plan = decide(root, policy, ignored=ignored, root_arguments=root_arguments)
-        for message in plan.warnings:
-            warnings.warn(message, UserWarning, stacklevel=3)
-        check_plan_is_uniform(plan)
-        apply_plan(plan, wrapper_class)
+    plan = decide(root, policy, ignored=ignored, root_arguments=root_arguments)
+    for message in plan.warnings:
+        warnings.warn(message, UserWarning, stacklevel=3)
+    check_plan_is_uniform(plan)
+    apply_plan(plan, wrapper_class)
     return plan
 
 
 @contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Wrapping makes hundreds of thousands of objects that stay.
+def collector_paused() -> Iterator[None]:
+    """For wrapping, which makes hundreds of thousands of objects that stay.
 
     The cyclic garbage collector would go through all of them again and again, which takes as long
     as the wrapping itself on a model of 10,000 modules.
