@@ -289,3 +289,50 @@ def test_gradients_are_right_when_a_summon_and_an_eval_lie_between_forward_and_b
     for optimizer in optimizers:
         optimizer.step()
     assert_same_parameters(reference.module, model)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@ranks(2)
+def test_a_change_in_place_after_a_forward_without_backward_is_kept(strategy: str) -> None:
+    torch.manual_seed(0)
+    model = FSDP(
+        nn.Linear(6, 5, device=device()),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=True,
+    )
+    data = torch.ones(2, 6, device=device())
+
+    model(data)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.1, 0.1)
+
+    with FSDP.summon_full_params(model):
+        assert max(p.abs().max().item() for p in model.parameters()) <= 0.1 + 1e-6
+    model(data)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(2.0)
+    assert model(data).unique().tolist() == [14.0]
+
+
+@ranks(2)
+def test_a_change_in_low_precision_after_a_forward_without_backward_is_refused() -> None:
+    model = FSDP(
+        nn.Linear(6, 5, device=device()),
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+        use_orig_params=True,
+    )
+    data = torch.ones(2, 6, device=device())
+
+    model(data)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(2.0)
+
+    with pytest.raises(
+        AssertionError, match="changing the parameters between forward and backward"
+    ):
+        model(data)
+    model(data).sum().backward()

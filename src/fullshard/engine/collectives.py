@@ -105,6 +105,7 @@ class Group:
             output.copy_(full)
             return
         self.agree("reduce", unit, full)
+        output, full = as_real(output).view(-1), as_real(full).view(-1)
         if self._gloo:
             received = torch.empty_like(full)
             self.wait(self.group.alltoall_base(received, full, [], []))
@@ -122,7 +123,7 @@ class Group:
         if self.size == 1:
             return
         self.agree(verb, unit, tensor)
-        self.wait(self.group.allreduce([tensor]))
+        self.wait(self.group.allreduce([as_real(tensor)]))
 
     def all_reduce_max(self, tensor: torch.Tensor, unit: str, verb: str = "maximum") -> None:
         """Replace ``tensor`` by its largest value over the ranks, in place."""
@@ -142,6 +143,11 @@ class Group:
         options.rootRank = 0
         for tensor in tensors:
             self.wait(self.group.broadcast([tensor], options))
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or the real and imaginary parts of a complex one: backends sum real numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 _groups: dict[int, Group] = {}

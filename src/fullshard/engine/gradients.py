@@ -10,13 +10,14 @@ Note: absent gradients
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from .collectives import Group
+from .collectives import Group, as_real
 from .flat_param import FlatParamHandle, check_shape
 
 Gradients = Sequence[torch.Tensor | None]
@@ -71,7 +72,7 @@ def stage(handle: FlatParamHandle, gradients: Gradients, trainable: Sequence[boo
     if len(present) < len(gradients):
         absent = [index for index, gradient in enumerate(gradients) if gradient is None]
         for index in absent:
-            places[index].fill_(-0.0)
+            as_real(places[index]).fill_(-0.0)
         places = [p for p, g in zip(places, gradients, strict=True) if g is not None]
         absent = [index for index in absent if trainable[index]]
     torch._foreach_copy_(places, present)
@@ -137,7 +138,8 @@ def settle(undecided: Sequence[Maybe]) -> None:
     """Deliver those gradients that some rank has; the others stay as they are."""
     if not undecided:
         return
-    absent = torch.stack([(m.gradient.signbit() & (m.gradient == 0)).all() for m in undecided])
+    parts = [as_real(maybe.gradient) for maybe in undecided]
+    absent = torch.stack([(part.signbit() & (part == 0)).all() for part in parts])
     for maybe, is_absent in zip(undecided, absent.tolist(), strict=True):
         if not is_absent:
             _add(maybe.handle, [(maybe.parameter, maybe.gradient)])
@@ -172,6 +174,16 @@ def set_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     parameter.data = gradient
     parameter.grad = gradient
     parameter.data = data
+
+
+def run_hooks(handle: FlatParamHandle) -> None:
+    """Call what the user registered to run when a parameter's gradient is complete."""
+    hooks = operator.attrgetter("_post_accumulate_grad_hooks")
+    if any(map(hooks, handle.watched)):
+        for parameter in handle.watched:
+            if parameter.grad is not None:
+                for hook in list((hooks(parameter) or {}).values()):
+                    hook(parameter)
 
 
 # -- gradients that stay local (no_sync) --------------------------------------------------------

@@ -69,7 +69,7 @@ class Schedule:
         if not in_backward():
             self._break_off_backward(self._backward)
         for other in [unit] if unit is not None else [*self._out]:
-            self._shelve(other)
+            self._abandon_full(other)
         self._lines.settle()
         # What comes next may gather, and an optimizer may have just given compute its step.
         self._lines.gather_after_compute()
@@ -138,7 +138,9 @@ class Schedule:
                 unit.show_sharded()
             else:
                 self._shelve(unit)
-        elif not unit.options.keeps_full_after_forward:
+        elif unit.options.keeps_full_after_forward:
+            unit.remember_values()
+        else:
             unit.show_sharded()
         return output
 
@@ -205,7 +207,7 @@ class Schedule:
             # Gathered for a backward that has not come; the parameters may have changed since.
             progress = self._progress[other]
             if changed or not (progress.kept or progress.pinned):
-                self._shelve(other)
+                self._abandon_full(other)
         self._lines.gather_after_compute()
         self._previous_order, self._order = self._order, []
         if self._backward_since_pass or len(self._passed) > _PASSES_KEPT * len(self.units):
@@ -366,6 +368,8 @@ class Schedule:
             unit.finish_reduce()
             unit.settle_gradients()
         self._end_backward()
+        for unit in reduced:
+            unit.run_gradient_hooks()
 
     def _break_off_backward(self, backward: int) -> None:
         """Clean up after ``backward``, if it raised and nobody has yet.
@@ -418,6 +422,14 @@ class Schedule:
         for unit in [*self._out]:
             if self._progress[unit].prefetched:
                 self._shelve(unit)
+
+    def _abandon_full(self, unit: Unit) -> None:
+        """Shelve a unit whose full parameters the user may have changed after forward."""
+        try:
+            if unit.shows_full:
+                unit.keep_changes()
+        finally:
+            self._shelve(unit)
 
     def _shelve(self, unit: Unit) -> None:
         """Back to sharded: what every unit is outside of its compute."""

@@ -99,6 +99,7 @@ class Unit:
         #: Whether they are shown on every rank that shares the shards.
         self.summoned_everywhere = False
         self._nodes: dict[Any, tuple[ParameterNode | None, list[list[torch.Tensor]]]] = {}
+        self._changes: list[int] = []
         self._undecided: list[flow.Maybe] = []
         self._staged: list[flow.Staged] = []
         self._reducing: list[flow.Staged] = []
@@ -111,6 +112,7 @@ class Unit:
             "_works": [],
             "gathered": [],
             "_nodes": {},
+            "_changes": [],
             "_undecided": [],
             "_staged": [],
             "_reducing": [],
@@ -238,6 +240,26 @@ class Unit:
         """Whether ``tensor`` may lead autograd into this unit, and is not a parameter of it."""
         return tensor.grad_fn is not None and not self.lends(tensor)
 
+    def remember_values(self) -> None:
+        """Note how often the full parameters, which stay in place, have been changed by now."""
+        self._changes = [buffer.flat._version for buffer in self.gathered]
+
+    def keep_changes(self) -> None:
+        """Before full parameters go that no backward has used: keep what was done to them."""
+        for handle, buffer, changes in zip(
+            self.handles, self.gathered, self._changes, strict=False
+        ):
+            if buffer.flat._version == changes:
+                continue
+            if buffer.flat.dtype != handle.dtypes.shard:
+                raise AssertionError(
+                    "FSDP does not support changing the parameters between forward and backward "
+                    f"(unit {self.name!r}, which computes in {buffer.flat.dtype}: the change would "
+                    "lose precision); change them before forward, or in summon_full_params"
+                )
+            handle.shard_tensor.data.copy_(buffer.shards[handle.rank])
+        self._changes = []
+
     def write_back(self) -> None:
         """Take over what the user replaced; only while sharded parameters are shown."""
         for handle in self.handles:
@@ -331,6 +353,11 @@ class Unit:
         """Decide on gradients that only other ranks may have."""
         undecided, self._undecided = self._undecided, []
         flow.settle(undecided)
+
+    def run_gradient_hooks(self) -> None:
+        """Call the user's hooks on parameters whose reduced gradients are in place."""
+        for handle in self.handles:
+            flow.run_hooks(handle)
 
     def drop_gradients(self) -> None:
         """Forget what a broken-off backward left."""

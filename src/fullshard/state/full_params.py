@@ -73,7 +73,8 @@ class _Summoned:
                 gradients = _whole_gradients(unit, handle)
                 if visible:
                     self._parts[position].show_gradients(gradients)
-        if not visible or to_cpu:
+        copied = to_cpu and unit.device.type != "cpu"
+        if copied or not visible:
             unit.release()
 
     def dismiss(self, writeback: bool) -> None:
