@@ -320,12 +320,10 @@ class Unit:
             else:
                 self._staged.append(flow.stage(handle, full, trainable))
 
-    def stage_kept_gradients(self) -> bool:
+    def stage_kept_gradients(self) -> None:
         """Stage what ``no_sync`` left behind in a unit that this backward did not reach."""
-        kept = [handle.local_gradients for handle in self.handles]
-        if any(kept):
+        if any(handle.local_gradients for handle in self.handles):
             self.stage_gradients([[None] * len(handle.layout.slots) for handle in self.handles])
-        return any(kept)
 
     def reduce_staged(self) -> None:
         """Reduce what is staged and put the result where the optimizer looks."""
