@@ -53,7 +53,7 @@ def peak_while_the_gpu_sleeps(train: bool, **options: Any) -> int:
         model(data).sum().backward()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_stats()["active_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats()
     awake = torch.cuda.Event()
 
@@ -65,7 +65,8 @@ def peak_while_the_gpu_sleeps(train: bool, **options: Any) -> int:
         output.sum().backward()
 
     assert not awake.query(), "the host was to be done before the GPU begins"
-    peak = torch.cuda.max_memory_allocated() - before
+    # Active: what is freed while a stream may still use it counts, since nobody else can have it.
+    peak: int = torch.cuda.memory_stats()["active_bytes.all.peak"] - before
     torch.cuda.synchronize()
     return peak
 
