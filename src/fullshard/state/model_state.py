@@ -24,7 +24,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..api import FullStateDictConfig, ShardedStateDictConfig, StateDictType
+from ..api import (
+    FullStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictType,
+)
 from ..engine.flat_param import FlatParamHandle
 from ..engine.places import WRAPPED_MODULE
 from ..engine.schedule import Schedule
@@ -61,6 +68,7 @@ class ModelState:
     def __init__(self, wrapper: Any, modules: Iterable[nn.Module], order: Order) -> None:
         self.settings = default_settings()
         self.mesh: sharded_tensors.SharedMesh | None = None
+        self._own_mesh: sharded_tensors.SharedMesh | None = None
         self.order = order
         self._wrapper = wrapper
         self._session: Session | None = None
@@ -94,10 +102,16 @@ class ModelState:
         config = self.settings.state_dict_config
         if not (isinstance(config, FullStateDictConfig) and config.rank0_only):
             return True
-        return self.unit.shards.rank == 0 and self._is_first_copy
+        return self.is_first
 
     @property
-    def _is_first_copy(self) -> bool:
+    def is_first(self) -> bool:
+        """Whether this is the one rank that has what only one is to have."""
+        return self.unit.shards.rank == 0 and self.is_first_copy
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this rank is among those that hold the first copy of the unit."""
         return self.unit.copies is None or self.unit.copies.rank == 0
 
     def refuse_inside_pass(self, what: str) -> None:
@@ -142,7 +156,9 @@ class ModelState:
         for places in wanted.values():
             for handle, index in places.values():
                 if handle in whole and (handle, index) not in made:
-                    made[handle, index] = self._value(whole[handle][index])
+                    made[handle, index] = self.presented(
+                        whole[handle][index], self.settings.state_dict_config
+                    )
         return {
             module: {name: made[place] for name, place in names.items() if place in made}
             for module, names in wanted.items()
@@ -163,31 +179,37 @@ class ModelState:
         if unit.summoned_everywhere:
             return {handle: _shown(handle) for handle in unit.handles} if self.is_visible else {}
         config = self.settings.state_dict_config
+        shards = [handle.shard_tensor for handle in unit.handles]
         if isinstance(config, FullStateDictConfig) and config.rank0_only:
-            if not self._is_first_copy:
+            if not self.is_first_copy:
                 return {}
             unit.shards.begin_pass("state dict on the first rank", unit.name)
-            whole = gathering.gather_shards_to_first(unit)
+            whole = gathering.gather_shards_to_first(unit, unit.handles, shards)
         else:
             unit.shards.begin_pass("state dict", unit.name)
-            shards = [handle.shard_tensor for handle in unit.handles]
             whole = gathering.gather_shards(unit, unit.handles, shards)
         return {h: gathering.whole_views(h, f) for h, f in zip(unit.handles, whole, strict=False)}
 
-    def _value(self, whole: torch.Tensor) -> Any:
-        config = self.settings.state_dict_config
+    def presented(self, whole: torch.Tensor, config: StateDictConfig | OptimStateDictConfig) -> Any:
+        """A copy of a whole parameter (or of state shaped like it) as ``config`` asks for it."""
         unit = self.unit
-        if isinstance(config, ShardedStateDictConfig) and sharded_tensors.has_rows(whole.shape):
+        if isinstance(
+            config, ShardedStateDictConfig | ShardedOptimStateDictConfig
+        ) and sharded_tensors.has_rows(whole.shape):
             local = sharded_tensors.chunk(whole, unit.shards, config.offload_to_cpu)
-            mesh = self.mesh.mesh if self.mesh is not None else None
-            if mesh is None and config._use_dtensor:
-                mesh = sharded_tensors.mesh_of(unit)
-                self.mesh = sharded_tensors.SharedMesh(mesh)
+            mesh = self._mesh_for(config._use_dtensor)
             if mesh is not None:
                 return sharded_tensors.as_dtensor(local, whole.shape, mesh)
             return sharded_tensors.as_sharded_tensor(local, whole.shape, unit.shards)
         device = torch.device("cpu") if config.offload_to_cpu else whole.device
         return whole.detach().to(device, copy=True)
+
+    def _mesh_for(self, use_dtensor: bool) -> Any:
+        """The mesh that the user gave, or one of our own where DTensors are asked for."""
+        if self.mesh is None and use_dtensor and self._own_mesh is None:
+            self._own_mesh = sharded_tensors.SharedMesh(sharded_tensors.mesh_of(self.unit))
+        shared = self.mesh or (self._own_mesh if use_dtensor else None)
+        return None if shared is None else shared.mesh
 
     def before_save(self, module: nn.Module, prefix: str) -> None:
         """A module is about to be written down."""
