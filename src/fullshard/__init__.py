@@ -23,10 +23,14 @@ from .api import (
 from .engine.agreement import RanksDisagreeError
 from .engine.flat_param import FlatParameter
 from .fsdp import FullyShardedDataParallel, register_fsdp_forward_method
+from .state.checkpoint import Checkpoint, CheckpointError, SaveHandle, latest, load, save
+from .state.export import export_safetensors
 
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "Checkpoint",
+    "CheckpointError",
     "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
@@ -37,13 +41,18 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "RanksDisagreeError",
+    "SaveHandle",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "export_safetensors",
+    "latest",
+    "load",
     "register_fsdp_forward_method",
+    "save",
 ]
 
 __version__ = "0.1.0.dev0"
