@@ -6,9 +6,10 @@ reduction in fp32, fused AdamW. The bare model is in ``compute`` altogether: no 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,18 +21,36 @@ class SkipRow(Exception):
     """Why a row cannot be measured here."""
 
 
-Build = Callable[[nn.Module, type[nn.Module], torch.dtype], nn.Module]
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is the same for all rows: a unit's class, the precision of compute, the group."""
+
+    unit: type[nn.Module]
+    compute: torch.dtype
+    group: Any = None
+
+    @property
+    def precision(self) -> dict[str, torch.dtype]:
+        """Arguments of every row's class for mixed precision; empty where nothing is mixed."""
+        if self.compute is torch.float32:
+            return {}
+        return {"param_dtype": self.compute, "reduce_dtype": torch.float32}
 
 
-def bare(model: nn.Module, unit: type[nn.Module], compute: torch.dtype) -> nn.Module:
-    return model.to(compute)
+Build = Callable[[nn.Module, Setting], nn.Module]
 
 
-def data_parallel(model: nn.Module, unit: type[nn.Module], compute: torch.dtype) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model.to(compute))
+def bare(model: nn.Module, setting: Setting) -> nn.Module:
+    return model.to(setting.compute)
 
 
-def fsdp1(model: nn.Module, unit: type[nn.Module], compute: torch.dtype) -> nn.Module:
+def data_parallel(model: nn.Module, setting: Setting) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(
+        model.to(setting.compute), process_group=setting.group
+    )
+
+
+def fsdp1(model: nn.Module, setting: Setting) -> nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -40,38 +59,43 @@ def fsdp1(model: nn.Module, unit: type[nn.Module], compute: torch.dtype) -> nn.M
         raise SkipRow("torch's FSDP1 does not train on CPUs")
     return FullyShardedDataParallel(
         model,
-        auto_wrap_policy=ModuleWrapPolicy({unit}),
-        mixed_precision=MixedPrecision(param_dtype=compute, reduce_dtype=torch.float32),
+        process_group=setting.group,
+        auto_wrap_policy=ModuleWrapPolicy({setting.unit}),
+        mixed_precision=MixedPrecision(**setting.precision),
         device_id=device,
         use_orig_params=True,
     )
 
 
-def fsdp2(model: nn.Module, unit: type[nn.Module], compute: torch.dtype) -> nn.Module:
+def fsdp2(model: nn.Module, setting: Setting) -> nn.Module:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = DeviceMesh.from_group(dist.group.WORLD, next(model.parameters()).device.type)
-    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    mesh = DeviceMesh.from_group(
+        setting.group or dist.group.WORLD, next(model.parameters()).device.type
+    )
+    precision = MixedPrecisionPolicy(**setting.precision)
     for module in model.modules():
-        if isinstance(module, unit):
+        if isinstance(module, setting.unit):
             fully_shard(module, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
     return model
 
 
-def megatron_fsdp(model: nn.Module, unit: type[nn.Module], compute: torch.dtype) -> nn.Module:
+def megatron_fsdp(model: nn.Module, setting: Setting) -> nn.Module:
     if importlib.util.find_spec("megatron_fsdp") is None:
         raise SkipRow("megatron-fsdp is not installed")
     from megatron_fsdp import fully_shard_model
     from torch.distributed.device_mesh import DeviceMesh
 
     device = next(model.parameters()).device
-    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type, mesh_dim_names=("shards",))
+    mesh = DeviceMesh.from_group(
+        setting.group or dist.group.WORLD, device.type, mesh_dim_names=("shards",)
+    )
     # It has no fp32 shards unless told so, and takes the compute precision from the model.
     return fully_shard_model(
-        model.to(compute),
-        fsdp_unit_modules=[unit],
+        model.to(setting.compute),
+        fsdp_unit_modules=[setting.unit],
         device_mesh=mesh,
         dp_shard_dim="shards",
         zero_dp_strategy=3,
@@ -80,26 +104,22 @@ def megatron_fsdp(model: nn.Module, unit: type[nn.Module], compute: torch.dtype)
     )
 
 
-def fullshard(
-    model: nn.Module,
-    unit: type[nn.Module],
-    compute: torch.dtype,
-    strategy: str = "FULL_SHARD",
-) -> nn.Module:
+def fullshard(model: nn.Module, setting: Setting, strategy: str = "FULL_SHARD") -> nn.Module:
     from fullshard import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
     from fullshard.wrap import ModuleWrapPolicy
 
     return FullyShardedDataParallel(
         model,
-        auto_wrap_policy=ModuleWrapPolicy({unit}),
+        process_group=setting.group,
+        auto_wrap_policy=ModuleWrapPolicy({setting.unit}),
         sharding_strategy=ShardingStrategy[strategy],
-        mixed_precision=MixedPrecision(param_dtype=compute, reduce_dtype=torch.float32),
+        mixed_precision=MixedPrecision(**setting.precision),
         use_orig_params=True,
     )
 
 
-def fullshard_grad_op(model: nn.Module, unit: type[nn.Module], compute: torch.dtype) -> nn.Module:
-    return fullshard(model, unit, compute, strategy="SHARD_GRAD_OP")
+def fullshard_grad_op(model: nn.Module, setting: Setting) -> nn.Module:
+    return fullshard(model, setting, strategy="SHARD_GRAD_OP")
 
 
 ROWS: dict[str, Build] = {
@@ -116,18 +136,11 @@ ROWS: dict[str, Build] = {
 class Training:
     """One row's model and optimizer; a step is forward, backward, update."""
 
-    def __init__(
-        self,
-        row: str,
-        model: nn.Module,
-        unit: type[nn.Module],
-        batch: torch.Tensor,
-        compute: torch.dtype,
-    ) -> None:
+    def __init__(self, row: str, model: nn.Module, batch: torch.Tensor, setting: Setting) -> None:
         with warnings.catch_warnings():
             # With one rank, FSDP says that it does not shard; that is what is measured.
             warnings.filterwarnings("ignore", message=".*switching to use `NO_SHARD`")
-            self.model = ROWS[row](model, unit, compute)
+            self.model = ROWS[row](model, setting)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.batch = batch
 
@@ -137,14 +150,3 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
-
-
-def local(tensor: Any) -> torch.Tensor:
-    """This rank's part of a DTensor; any other tensor as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def bytes_of(tensors: Iterable[Any]) -> int:
-    """Memory of the storages below ``tensors``, each counted once."""
-    storages = {local(t).untyped_storage() for t in tensors if isinstance(t, torch.Tensor)}
-    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())

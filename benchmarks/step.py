@@ -31,7 +31,7 @@ import gpt
 import groups
 import torch
 from bars import Bar, at_most, faster_by, judge, show_table, show_verdicts
-from rows import SkipRow, Training
+from rows import Setting, SkipRow, Training
 
 PEERS = ("FSDP1", "FSDP2")
 ROWS = ["bare", "FSDP1", "FSDP2", "Megatron-FSDP", "fullshard"]
@@ -59,6 +59,7 @@ class Task:
     row: str
     case: str
     device: str
+    compute: str
     steps: int
     warmup: int
 
@@ -86,7 +87,8 @@ class Worker:
         self.parameters = sum(p.numel() for p in model.parameters())
         batch = gpt.tokens(task.size, self.device)
         started = time.perf_counter()
-        self.training = Training(task.row, model, gpt.Block, batch, torch.bfloat16)
+        setting = Setting(gpt.Block, getattr(torch, task.compute))
+        self.training = Training(task.row, model, batch, setting)
         self._synchronize()
         self.setup = time.perf_counter() - started
         del model
@@ -203,7 +205,8 @@ class Row:
 def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
     """All rows of one case, in turns."""
     rows = {
-        name: Row(Task(name, case, given.device, given.steps, given.warmup)) for name in given.rows
+        name: Row(Task(name, case, given.device, given.compute, given.steps, given.warmup))
+        for name in given.rows
     }
     table: dict[str, dict[str, Any]] = {}
     skipped: dict[str, str] = {}
@@ -276,6 +279,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=cases, metavar="MODEL@RANKS")
     parser.add_argument("--rows", nargs="+", default=ROWS, choices=ROWS)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
+    parser.add_argument("--compute", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each row")
     parser.add_argument("--steps", type=int, default=10, help="timed steps in a turn")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the first turn")
