@@ -7,8 +7,8 @@ time that the bare model's step takes.
 Clocks around fullshard's functions count, for each, the time not spent in another clocked
 function. Over the instant group (groups.py) collectives cost nothing, and what is left on a GPU is
 the host's time to give a step out; with --gloo as many real ranks of the CPU run, and waiting
-for collectives counts as "gather: wait" and "reduce: collective". Clocked and plain steps alternate, so that the clocks' own cost
-can be seen.
+for collectives counts as "gather: wait" and "reduce: collective". Clocked and plain steps
+alternate, so that the clocks' own cost can be seen.
 """
 
 from __future__ import annotations

@@ -16,14 +16,11 @@ memory during the rounds; collectives per step.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import gc
 import json
-import multiprocessing
 import statistics
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +28,8 @@ import gpt
 import groups
 import torch
 from bars import Bar, at_most, faster_by, judge, show_table, show_verdicts
-from rows import Setting, SkipRow, Training
+from rows import Setting, Training
+from workers import Worker
 
 PEERS = ("FSDP1", "FSDP2")
 ROWS = ["bare", "FSDP1", "FSDP2", "Megatron-FSDP", "fullshard"]
@@ -72,7 +70,7 @@ class Task:
         return int(self.case.split("@")[1])
 
 
-class Worker:
+class Contestant:
     """One row in this process."""
 
     def __init__(self, task: Task) -> None:
@@ -99,11 +97,13 @@ class Worker:
         losses = [float(self.training.step()) for _ in range(self.task.warmup)]
         if self.group is not None:
             self.group.fill = False
+        counted = self._collectives()
+        self.rest()
         return {
             "parameters": self.parameters,
             "set-up s": self.setup,
             "losses": losses,
-            "collectives": self._collectives(),
+            "collectives": counted,
         }
 
     def round(self) -> dict[str, float | None]:
@@ -155,63 +155,18 @@ class Worker:
             torch.cuda.synchronize()
 
 
-def serve(task: Task, pipe: Connection) -> None:
-    """Carry out what the parent asks for, until it hangs up."""
-    torch.set_num_threads(1)
-    worker: Worker | None = None
-    with contextlib.suppress(EOFError):
-        while True:
-            question = pipe.recv()
-            try:
-                if question == "build":
-                    worker = Worker(task)
-                    answer = worker.warm_up()
-                    worker.rest()
-                else:
-                    assert worker is not None
-                    answer = worker.round()
-            except SkipRow as reason:
-                answer = {"skipped": str(reason)}
-            except Exception as error:  # a row that fails must not end the others
-                answer = {"skipped": f"{type(error).__name__}: {error}"}
-            pipe.send(answer)
-
-
-class Row:
-    """The parent's end of a worker."""
-
-    def __init__(self, task: Task) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(task, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def ask(self, question: str) -> dict[str, Any]:
-        try:
-            self.pipe.send(question)
-            answer: dict[str, Any] = self.pipe.recv()
-        except (EOFError, BrokenPipeError):
-            return {"skipped": "its process ended"}
-        return answer
-
-    def close(self) -> None:
-        self.pipe.close()
-        self.process.join(timeout=10)
-        if self.process.is_alive():
-            self.process.terminate()
-
-
 def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
     """All rows of one case, in turns."""
     rows = {
-        name: Row(Task(name, case, given.device, given.compute, given.steps, given.warmup))
+        name: Worker(
+            Contestant, Task(name, case, given.device, given.compute, given.steps, given.warmup)
+        )
         for name in given.rows
     }
     table: dict[str, dict[str, Any]] = {}
     skipped: dict[str, str] = {}
     for name, row in rows.items():
-        answer = row.ask("build")
+        answer = row.ask("warm_up")
         if "skipped" in answer:
             skipped[name] = answer["skipped"]
             row.close()
