@@ -79,6 +79,8 @@ class Contestant:
     def __init__(self, row: str, device: str, steps: int) -> None:
         self.row, self.steps = row, steps
         self.device = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+        # What is imported and loaded at the first use is not the first point's.
+        self.measure(Point(units=2))
 
     def measure(self, point: Point) -> dict[str, float]:
         group = groups.Instant(point.ranks)
@@ -168,7 +170,8 @@ def show(result: dict[str, Any]) -> None:
     print(f"{'':24}" + "".join(f"{size:>10,}" for size in result["sizes"]))
     for row, values in result["rows"].items():
         for column in COLUMNS:
-            print(f"{row + ', ' + column:24}" + "".join(f"{v:>10.2f}" for v in values[column]))
+            cells = "".join(f"{value:>10.2f}" for value in values[column])
+            print(f"{row + ', ' + column:24}{cells}")
     for row, reason in result["skipped"].items():
         print(f"{row}: not measured: {reason}")
     show_verdicts(result["bars"])
