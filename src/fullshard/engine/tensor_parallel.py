@@ -37,6 +37,11 @@ class Distribution:
     shape: torch.Size
     stride: tuple[int, ...]
 
+    @classmethod
+    def of(cls, tensor: Any) -> Distribution:
+        """How a DTensor is distributed."""
+        return cls(tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Distribution:
         return self
 
@@ -89,14 +94,22 @@ class Distribution:
                 whole = chunks[position] if position < len(chunks) else nothing
         return whole
 
+    def distribute(self, whole: torch.Tensor) -> Any:
+        """A whole parameter, which every rank has, as a DTensor; one of another shape as it is."""
+        if whole.shape != self.shape:
+            return whole
+        return self.assemble(self.part(whole))
+
     def local_gradient(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """This rank's part of a gradient, summed where the mesh has only computed terms of it."""
         if gradient is None or not is_distributed(gradient):
             return gradient
+        return local_part(self.placed(gradient))
+
+    def placed(self, gradient: Any) -> Any:
+        """A DTensor gradient, distributed as the parameter is."""
         with torch.no_grad():
-            placed: Any = gradient.redistribute(self.mesh, self.placements)  # type: ignore[attr-defined]
-            local: torch.Tensor = placed.to_local()
-        return local
+            return gradient.redistribute(self.mesh, self.placements)
 
 
 #: One entry per parameter of a group, or none at all where no parameter is distributed.
@@ -147,9 +160,7 @@ def localize(
         for place in places:
             place.module._parameters[place.name] = local
         replaced[parameter] = local
-        distributions[local] = Distribution(
-            parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
-        )
+        distributions[local] = Distribution.of(parameter)
     return [replaced.get(p, p) for p in parameters], distributions
 
 

@@ -8,8 +8,9 @@ import torch
 
 from ..engine.flat_param import FlatParamHandle
 from ..engine.unit import Unit
+from .distributed_values import is_joint, part_of
 from .gathering import store_own_part
-from .sharded_tensors import gather_rows, is_sharded, local_rows, shape_of
+from .sharded_tensors import gather_chunks, is_sharded, local_rows, shape_of
 
 
 class LoadReport(NamedTuple):
@@ -23,7 +24,6 @@ class LoadReport(NamedTuple):
 class _Chunked(NamedTuple):
     handle: FlatParamHandle
     position: int
-    value: Any
     rows: torch.Tensor
 
 
@@ -38,36 +38,56 @@ class Arrivals:
 
     def add(self, key: str, handle: FlatParamHandle, index: int, value: Any) -> None:
         """Note a value for a parameter, unless it does not fit."""
-        shape = handle.layout.slots[index].shape
+        shape = handle.whole_shape(index)
         if not isinstance(value, torch.Tensor):
             self._report.errors.append(
                 f'While copying the parameter named "{key}", expected torch.Tensor or Tensor-like '
                 f"object from checkpoint but received {type(value)}"
             )
-        elif tuple(shape_of(value)) != shape:
+        elif tuple(shape_of(value)) != tuple(shape):
             # While parameters are summoned, nn.Module compares and reports by itself.
             if not self._unit.summoned_everywhere or is_sharded(value):
                 self._report.errors.append(
                     f"size mismatch for {key}: copying a param with shape {shape_of(value)} from "
-                    f"checkpoint, the shape in current model is {torch.Size(shape)}."
+                    f"checkpoint, the shape in current model is {shape}."
                 )
+        elif handle.distribution(index) is not None:
+            self._add_distributed(key, handle, index, value)
         elif is_sharded(value):
             self._add_chunked(key, handle, index, value)
         else:
             self._whole.append((handle, index, value))
 
-    def _add_chunked(self, key: str, handle: FlatParamHandle, index: int, value: Any) -> None:
+    def _add_distributed(self, key: str, handle: FlatParamHandle, index: int, value: Any) -> None:
+        distribution = handle.distribution(index)
+        assert distribution is not None
+        if is_sharded(value):
+            self._refuse_while_summoned(key)
+        if hasattr(value, "local_shards"):
+            self._report.errors.append(
+                f"cannot load the sharded parameter {key}: it is tensor-parallel here, which a "
+                "ShardedTensor cannot express; load a DTensor or a whole tensor"
+            )
+        elif is_joint(value, self._unit, distribution):
+            self._chunked.append(_Chunked(handle, index, value.to_local()))
+        else:
+            self._whole.append((handle, index, part_of(value, distribution)))
+
+    def _refuse_while_summoned(self, key: str) -> None:
         if self._unit.summoned_everywhere:
             raise RuntimeError(
                 f"{key} is sharded, and whole inside summon_full_params: load it outside of the "
                 "context, or load a full state dict"
             )
+
+    def _add_chunked(self, key: str, handle: FlatParamHandle, index: int, value: Any) -> None:
+        self._refuse_while_summoned(key)
         try:
             rows = local_rows(value, self._unit.shards)
         except ValueError as error:
             self._report.errors.append(f"cannot load the sharded parameter {key}: {error}")
             return
-        self._chunked.append(_Chunked(handle, index, value, rows))
+        self._chunked.append(_Chunked(handle, index, rows))
 
     def store(self) -> None:
         """Copy this rank's part of every value into its shard."""
@@ -76,9 +96,8 @@ class Arrivals:
         if self._chunked:
             unit = self._unit
             unit.shards.begin_pass("load", unit.name)
-            found = gather_rows(
-                unit, [c.value for c in self._chunked], [c.rows for c in self._chunked]
-            )
+            shapes = [c.handle.layout.slots[c.position].shape for c in self._chunked]
+            found = gather_chunks(unit, shapes, [c.rows for c in self._chunked])
             for chunked, whole in zip(self._chunked, found, strict=True):
                 store_own_part(chunked.handle, chunked.position, whole)
 

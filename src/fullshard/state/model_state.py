@@ -28,8 +28,10 @@ from ..api import FullStateDictConfig, ShardedStateDictConfig, StateDictType
 from ..engine.flat_param import FlatParamHandle
 from ..engine.places import WRAPPED_MODULE
 from ..engine.schedule import Schedule
+from ..engine.tensor_parallel import Distribution, local_part
 from ..engine.unit import Unit
 from . import gathering, sharded_tensors
+from .distributed_values import as_joint_dtensor
 from .loading import Arrivals, LoadReport
 from .state_types import default_settings
 
@@ -69,6 +71,13 @@ class ModelState:
             for index, places in enumerate(handle.places):
                 for place in places:
                     self._managed.setdefault(place.module, {})[place.name] = (handle, index)
+        #: Whether this rank is the first of those that tensor parallelism spreads parameters over,
+        #: here or below.
+        self.is_first_part = all(
+            distribution is None or distribution.is_first
+            for handle in self.unit.handles
+            for distribution in handle.distributions
+        )
         self._modules = list(dict.fromkeys([*modules, *self._managed]))
         self._attach()
 
@@ -91,8 +100,18 @@ class ModelState:
     @property
     def is_visible(self) -> bool:
         """Whether this rank is to have what it saves."""
+        return self._takes_part and (self.is_first_part or not self._is_for_one)
+
+    @property
+    def _is_for_one(self) -> bool:
+        """Whether only one rank is to have it."""
         config = self.settings.state_dict_config
-        if not (isinstance(config, FullStateDictConfig) and config.rank0_only):
+        return isinstance(config, FullStateDictConfig) and config.rank0_only
+
+    @property
+    def _takes_part(self) -> bool:
+        """Whether this rank is among those that put whole parameters together."""
+        if not self._is_for_one:
             return True
         return self.unit.shards.rank == 0 and self._is_first_copy
 
@@ -142,7 +161,9 @@ class ModelState:
         for places in wanted.values():
             for handle, index in places.values():
                 if handle in whole and (handle, index) not in made:
-                    made[handle, index] = self._value(whole[handle][index])
+                    made[handle, index] = self._value(
+                        whole[handle][index], handle.distribution(index)
+                    )
         return {
             module: {name: made[place] for name, place in names.items() if place in made}
             for module, names in wanted.items()
@@ -161,9 +182,8 @@ class ModelState:
         """Whole parameters of each group, as views; nothing on ranks that are to have nothing."""
         unit = self.unit
         if unit.summoned_everywhere:
-            return {handle: _shown(handle) for handle in unit.handles} if self.is_visible else {}
-        config = self.settings.state_dict_config
-        if isinstance(config, FullStateDictConfig) and config.rank0_only:
+            return {handle: _shown(handle) for handle in unit.handles} if self._takes_part else {}
+        if self._is_for_one:
             if not self._is_first_copy:
                 return {}
             unit.shards.begin_pass("state dict on the first rank", unit.name)
@@ -174,11 +194,14 @@ class ModelState:
             whole = gathering.gather_shards(unit, unit.handles, shards)
         return {h: gathering.whole_views(h, f) for h, f in zip(unit.handles, whole, strict=False)}
 
-    def _value(self, whole: torch.Tensor) -> Any:
+    def _value(self, whole: torch.Tensor, distribution: Distribution | None) -> Any:
         config = self.settings.state_dict_config
         unit = self.unit
-        if isinstance(config, ShardedStateDictConfig) and sharded_tensors.has_rows(whole.shape):
+        shape = whole.shape if distribution is None else distribution.shape
+        if isinstance(config, ShardedStateDictConfig) and sharded_tensors.has_rows(shape):
             local = sharded_tensors.chunk(whole, unit.shards, config.offload_to_cpu)
+            if distribution is not None:
+                return as_joint_dtensor(local, unit, distribution)
             mesh = self.mesh.mesh if self.mesh is not None else None
             if mesh is None and config._use_dtensor:
                 mesh = sharded_tensors.mesh_of(unit)
@@ -186,6 +209,8 @@ class ModelState:
             if mesh is not None:
                 return sharded_tensors.as_dtensor(local, whole.shape, mesh)
             return sharded_tensors.as_sharded_tensor(local, whole.shape, unit.shards)
+        if distribution is not None:
+            whole = distribution.whole(whole)
         device = torch.device("cpu") if config.offload_to_cpu else whole.device
         return whole.detach().to(device, copy=True)
 
@@ -265,6 +290,10 @@ class ModelState:
             elif registered is None:
                 report.missing.append(key)
             if self.unit.summoned_everywhere and not is_local:
+                distribution = handle.distribution(index)
+                if distribution is not None and key in state_dict:
+                    # nn.Module copies it onto the DTensor that is shown, from another one.
+                    state_dict[key] = distribution.distribute(state_dict[key])
                 continue
             if registered is None:
                 state_dict.pop(key, None)
@@ -344,7 +373,7 @@ def _before_load(module: nn.Module, *args: Any) -> None:
 def _shown(handle: FlatParamHandle) -> list[torch.Tensor]:
     """The full parameters that ``summon_full_params`` shows now, changes included."""
     found = [places[0].module._parameters[places[0].name] for places in handle.places]
-    return [parameter.detach() for parameter in found if parameter is not None]
+    return [local_part(parameter.detach()) for parameter in found if parameter is not None]
 
 
 def _put(
