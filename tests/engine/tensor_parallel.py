@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Tokens(TrainingModel):
-    """Tokens in, numbers out, with parameters that no plan parallelizes beside those that one does."""
+    """Tokens in, numbers out; beside parameters to parallelize there is one that is not."""
 
     def __init__(self) -> None:
         super().__init__()
