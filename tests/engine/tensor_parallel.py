@@ -40,13 +40,18 @@ class Block(nn.Module):
 class Tokens(TrainingModel):
     """Tokens in, numbers out; beside parameters to parallelize there is one that is not."""
 
-    def __init__(self) -> None:
+    def __init__(self, tied: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(10, 6)
         self.first = Block()
         self.second = Block()
-        self.head = nn.Linear(6, 4)
-        self.gain = nn.Parameter(torch.tensor([1.5, 1, 0.5, 2]))
+        self.head = nn.Linear(6, 10 if tied else 4)
+        self.gain = nn.Parameter(torch.linspace(0.5, 2, self.head.out_features))
+        if tied:
+            self.tie()
+
+    def tie(self) -> None:
+        self.head.weight = self.embedding.weight
 
     def get_input(self, rank: int, step: int = 0) -> tuple[Any, ...]:
         return (torch.randint(10, (3, 4), generator=generator(rank, step)).to(device()),)
@@ -92,6 +97,9 @@ def parallelized(mesh: DeviceMesh, kind: str = "tensor", **options: Any) -> Toke
     """The model of :func:`make`, its parameters spread over the mesh's last dimension."""
     model = make(Tokens, **options)
     parallelize_module(model, mesh["tp"], plan(kind))
+    if options.get("tied"):
+        # To parallelize a module is to give it parameters of its own.
+        model.tie()
     if kind == "sequence":
         whole = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
         for block in (model.first, model.second):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.engine.models import make
 from tests.engine.parity import adam, assert_same, full_parameters, train, train_alone
-from tests.engine.tensor_parallel import Tokens, mesh_of, parallelized, plan, sharded
+from tests.engine.tensor_parallel import Block, Tokens, mesh_of, parallelized, plan, sharded
 from tests.original.training import MODES, STRATEGIES
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -14,13 +14,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, distribute_module
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import MixedPrecision, ShardingStrategy
 from fullshard.testing import device, ranks
+from fullshard.wrap import ModuleWrapPolicy
 
 
 def assert_trains(mesh: DeviceMesh, model: FSDP, case: object, tolerance: float = 1e-9) -> None:
@@ -98,6 +99,36 @@ def test_blocks_are_recomputed_with_their_parts(reentrant: bool) -> None:
 
 
 @ranks(4)
+def test_a_part_that_two_modules_share_is_one_parameter() -> None:
+    mesh = mesh_of(2, 2)
+    rank = mesh["dp"].get_local_rank()
+    expected = train_alone(make(Tokens, tied=True), adam, world_size=2, rank=rank)
+    for classes in ({Block}, {Block, nn.Embedding, nn.Linear}):
+        for use_orig_params in (True, False):
+            model = FSDP(
+                parallelized(mesh, tied=True),
+                device_mesh=mesh["dp"],
+                auto_wrap_policy=ModuleWrapPolicy(classes),
+                use_orig_params=use_orig_params,
+            )
+            found = train(model, adam(model.parameters()), rank=rank)
+            found.assert_close(expected, (classes, use_orig_params))
+
+
+@ranks(4)
+def test_parts_follow_a_conversion_of_the_whole_model() -> None:
+    mesh = mesh_of(2, 2)
+    model = sharded(mesh, model=parallelized(mesh, dtype=torch.float32))
+    model(*model.module.get_input(0))
+
+    model.double()
+
+    close_to_float = {name: p.float().double() for name, p in full_parameters(make(Tokens)).items()}
+    assert_same(full_parameters(model), close_to_float, "converted")
+    model(*model.module.get_input(0)).sum().backward()
+
+
+@ranks(4)
 def test_gradients_kept_by_no_sync_are_those_of_the_parts() -> None:
     mesh = mesh_of(2, 2)
     rank = mesh["dp"].get_local_rank()
@@ -135,6 +166,24 @@ def test_a_part_is_plain_outside_of_forward_and_a_dtensor_inside() -> None:
         assert not any(isinstance(p.grad, DTensor) for p in model.parameters())
         held = sum(p.numel() for p in model.first.up.parameters())
         assert held == 35 if strategy is ShardingStrategy.NO_SHARD else held < 35
+
+
+@ranks(4)
+def test_a_part_that_a_module_returns_outlives_the_unit() -> None:
+    class Returning(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight
+
+    mesh = mesh_of(2, 2)
+    module = nn.Sequential(Returning(6, 4, device=device()))
+    distribute_module(
+        module, mesh["tp"], lambda _, each, mesh: each.register_parameter("bias", None)
+    )
+    expected = module[0].weight.full_tensor()
+    module[0] = FSDP(module[0], device_mesh=mesh["dp"], use_orig_params=True)
+    model = FSDP(module, device_mesh=mesh["dp"], use_orig_params=True)
+    found = model(torch.ones(1, 6, device=device()))
+    assert torch.equal(found.full_tensor(), expected)
 
 
 @ranks(4)

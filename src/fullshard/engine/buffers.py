@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .layout import Layout
-from .tensor_parallel import Distributions, as_shown, local_part
+from .tensor_parallel import Distributions, as_shown
 
 
 class FullBuffer:
@@ -48,7 +48,9 @@ class FullBuffer:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in this buffer, so that it dies with it."""
         address = self._storage.data_ptr()
-        return address != 0 and local_part(tensor).untyped_storage().data_ptr() == address
+        return address != 0 and any(
+            part.untyped_storage().data_ptr() == address for part in _parts_with_memory(tensor)
+        )
 
 
 class StandingBuffer(FullBuffer):
@@ -69,3 +71,15 @@ class StandingBuffer(FullBuffer):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return False
+
+
+def _parts_with_memory(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """``tensor``, or the tensors in which one that has no memory of its own keeps its elements.
+
+    DTensors are such, and what a collective will have made once somebody waits for it.
+    """
+    if type(tensor) is torch.Tensor or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    inner = [value for name in names if torch.is_tensor(value := getattr(tensor, name))]
+    return [part for each in inner for part in _parts_with_memory(each)]

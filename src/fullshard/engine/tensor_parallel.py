@@ -176,7 +176,8 @@ def _check(parameter: Any, path: str, groups: ProcessGroups) -> None:
     from torch.distributed.tensor import Replicate, Shard
 
     for placement in parameter.placements:
-        if not isinstance(placement, (Replicate, Shard)):
+        # Exactly these: in some versions of torch other kinds of Shard are derived from it.
+        if type(placement) not in (Replicate, Shard):
             raise ValueError(
                 f"Parameter {path!r} is a DTensor with placements {parameter.placements}; a "
                 "parameter to be sharded must be placed by Shard and Replicate alone. "
