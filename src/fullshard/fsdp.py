@@ -35,13 +35,14 @@ from .facts import UnitFacts
 from .grad.clip import clip_grad_norm
 from .state.full_params import summon
 from .state.initialize import materialize
+from .state.optim_state_dicts import OptimStateDicts
 from .state.state_dicts import StateDicts
 from .wrap import collector_paused, is_unit, resolve_ignored, wrap_submodules
 
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(StateDicts, UnitFacts):
+class FullyShardedDataParallel(StateDicts, OptimStateDicts, UnitFacts):
     """Shards a module's parameters, gradients and optimizer state over data-parallel ranks.
 
     >>> model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))

@@ -51,19 +51,16 @@ class Distribution:
             "of process groups that another process would not know. Save a state dict"
         )
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank is the first of the mesh."""
-        return not any(self.mesh.get_coordinate())
+    @functools.cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """This rank's group in each of the mesh's dimensions."""
+        return tuple(group_for(self.mesh.get_group(i)) for i in range(self.mesh.ndim))
 
     @functools.cached_property
     def parts(self) -> tuple[Group, ...]:
-        """The groups of ranks that have different parts; in the mesh's others all are the same."""
-        return tuple(
-            group_for(self.mesh.get_group(dimension))
-            for dimension, placement in enumerate(self.placements)
-            if placement.is_shard() and self.mesh.size(dimension) > 1
-        )
+        """Those of the groups whose ranks have different parts; in the others all are the same."""
+        pairs = zip(self.groups, self.placements, strict=True)
+        return tuple(group for group, placement in pairs if placement.is_shard())
 
     def assemble(self, local: torch.Tensor) -> Any:
         """The DTensor of which ``local`` is this rank's part; shares its memory."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..engine.tensor_parallel import Distribution, is_distributed
 from ..engine.unit import Unit
-from .sharded_tensors import mesh_of
+from .sharded_tensors import is_sharded, local_rows, mesh_of
 
 _meshes: weakref.WeakKeyDictionary[Unit, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
@@ -64,18 +64,35 @@ def as_joint_dtensor(local: torch.Tensor, unit: Unit, distribution: Distribution
     )
 
 
-def is_joint(value: Any, unit: Unit, distribution: Distribution) -> bool:
-    """Whether ``value`` is cut as :func:`as_joint_dtensor` cuts it."""
-    placements: Any = joint_placements(unit, distribution)
-    return (
-        is_distributed(value)
-        and value.placements == placements
-        and value.device_mesh == joint_mesh(unit, distribution)
-    )
+def rows_here(value: Any, unit: Unit, distribution: Distribution | None) -> torch.Tensor | None:
+    """This rank's chunk of a value that the unit's ranks have chunks of; None if they have not.
+
+    Refuses (ValueError) a value that is cut in a way that they cannot put together.
+    """
+    if distribution is None:
+        return local_rows(value, unit.shards) if is_sharded(value) else None
+    if not is_distributed(value):
+        if is_sharded(value):
+            raise ValueError(
+                "it is tensor-parallel here, which a ShardedTensor cannot express; load a DTensor "
+                "or a whole tensor"
+            )
+        return None
+    cut: Any = value.placements, value.device_mesh
+    if cut != (joint_placements(unit, distribution), joint_mesh(unit, distribution)):
+        return None
+    rows: torch.Tensor = value.to_local()
+    return rows
 
 
-def part_of(value: Any, distribution: Distribution) -> torch.Tensor:
-    """This rank's part, whole over the ranks that share it, of a whole or otherwise cut value."""
+def part_of(value: Any, distribution: Distribution | None) -> torch.Tensor:
+    """What the unit's ranks share of a value that they have no chunks of, on each of them.
+
+    A DTensor of another cut is put together first, by all ranks of its mesh.
+    """
+    if distribution is None:
+        whole: torch.Tensor = value
+        return whole
     if not is_distributed(value):
         return distribution.part(value)
     if value.device_mesh == distribution.mesh and value.placements == distribution.placements:

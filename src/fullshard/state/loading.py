@@ -8,9 +8,9 @@ import torch
 
 from ..engine.flat_param import FlatParamHandle
 from ..engine.unit import Unit
-from .distributed_values import is_joint, part_of
+from .distributed_values import part_of, rows_here
 from .gathering import store_own_part
-from .sharded_tensors import gather_chunks, is_sharded, local_rows, shape_of
+from .sharded_tensors import gather_chunks, is_sharded, shape_of
 
 
 class LoadReport(NamedTuple):
@@ -51,43 +51,25 @@ class Arrivals:
                     f"size mismatch for {key}: copying a param with shape {shape_of(value)} from "
                     f"checkpoint, the shape in current model is {shape}."
                 )
-        elif handle.distribution(index) is not None:
-            self._add_distributed(key, handle, index, value)
-        elif is_sharded(value):
-            self._add_chunked(key, handle, index, value)
         else:
-            self._whole.append((handle, index, value))
+            self._take(key, handle, index, value)
 
-    def _add_distributed(self, key: str, handle: FlatParamHandle, index: int, value: Any) -> None:
-        distribution = handle.distribution(index)
-        assert distribution is not None
-        if is_sharded(value):
-            self._refuse_while_summoned(key)
-        if hasattr(value, "local_shards"):
-            self._report.errors.append(
-                f"cannot load the sharded parameter {key}: it is tensor-parallel here, which a "
-                "ShardedTensor cannot express; load a DTensor or a whole tensor"
-            )
-        elif is_joint(value, self._unit, distribution):
-            self._chunked.append(_Chunked(handle, index, value.to_local()))
-        else:
-            self._whole.append((handle, index, part_of(value, distribution)))
-
-    def _refuse_while_summoned(self, key: str) -> None:
-        if self._unit.summoned_everywhere:
+    def _take(self, key: str, handle: FlatParamHandle, index: int, value: Any) -> None:
+        if self._unit.summoned_everywhere and is_sharded(value):
             raise RuntimeError(
                 f"{key} is sharded, and whole inside summon_full_params: load it outside of the "
                 "context, or load a full state dict"
             )
-
-    def _add_chunked(self, key: str, handle: FlatParamHandle, index: int, value: Any) -> None:
-        self._refuse_while_summoned(key)
+        distribution = handle.distribution(index)
         try:
-            rows = local_rows(value, self._unit.shards)
+            rows = rows_here(value, self._unit, distribution)
         except ValueError as error:
             self._report.errors.append(f"cannot load the sharded parameter {key}: {error}")
             return
-        self._chunked.append(_Chunked(handle, index, rows))
+        if rows is None:
+            self._whole.append((handle, index, part_of(value, distribution)))
+        else:
+            self._chunked.append(_Chunked(handle, index, rows))
 
     def store(self) -> None:
         """Copy this rank's part of every value into its shard."""

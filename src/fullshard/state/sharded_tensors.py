@@ -168,11 +168,6 @@ def local_rows(value: Any, group: Group) -> torch.Tensor:
     return torch.empty(0, dtype=value.metadata().tensor_properties.dtype)
 
 
-def gather_rows(unit: Unit, values: Sequence[Any], locals_: Sequence[torch.Tensor]) -> list[Any]:
-    """Whole parameters, one per sharded value, from the chunks of all ranks, in one launch."""
-    return gather_chunks(unit, [shape_of(value) for value in values], locals_)
-
-
 def gather_chunks(
     unit: Unit, shapes: Sequence[Sequence[int]], locals_: Sequence[torch.Tensor]
 ) -> list[Any]:

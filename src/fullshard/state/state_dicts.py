@@ -31,7 +31,7 @@ class StateDicts(nn.Module):
             known.update(state.order)
         known.update(order)
         self._model_state = ModelState(self, modules, known)
-        self._model_state.is_first_part &= all(state.is_first_part for state in below)
+        self._model_state.include_part_groups(below)
         self._load_errors: list[str] = []
         self.register_load_state_dict_post_hook(_report_by_known_names)
 
