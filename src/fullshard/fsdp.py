@@ -29,6 +29,7 @@ from .engine.places import WRAPPED_MODULE, clean_tensor_name
 from .engine.precision import BufferPrecision, cast_floating, floating_dtype, move
 from .engine.process_groups import ProcessGroups, resolve_groups
 from .engine.schedule import Schedule
+from .engine.tensor_parallel import localize
 from .engine.unit import UnitOptions
 from .facts import UnitFacts
 from .grad.clip import clip_grad_norm
@@ -151,6 +152,7 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts, UnitFacts):
         if any(p.is_meta for p in parameters):
             materialize(modules, parameters, device, param_init_fn)
             parameters = managed_parameters(module, ignored, is_unit)
+        parameters, distributions = localize(module, parameters, groups)
         if device_id is not None:
             _move_to(parameters, modules, device)
         if sync_module_states:
@@ -158,7 +160,9 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts, UnitFacts):
             for group in filter(None, (groups.shards, groups.copies)):
                 broadcast_states(parameters, buffers, group_for(group), type(module).__name__)
         order = {m: tuple(m._parameters) for m in modules}
-        self._unit = build_unit(module, parameters, groups, device, self.cpu_offload, options)
+        self._unit = build_unit(
+            module, parameters, distributions, groups, device, self.cpu_offload, options
+        )
         self._buffer_precision = BufferPrecision(modules, self.mixed_precision.buffer_dtype)
         self._keep_state(modules, order, filter(is_unit, module.modules()))
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..api import CPUOffload, MixedPrecision
+from ..api import CPUOffload
 from .collectives import Group, group_for
 from .flat_param import FlatParamHandle
 from .places import Place, clean_tensor_name, find_places
 from .process_groups import ProcessGroups
+from .tensor_parallel import Distribution
 from .unit import Unit, UnitOptions
 
 IsUnit = Callable[[nn.Module], bool]
@@ -146,16 +147,21 @@ def broadcast_states(
 def build_unit(
     module: nn.Module,
     parameters: list[nn.Parameter],
+    distributions: Mapping[nn.Parameter, Distribution],
     groups: ProcessGroups,
     device: torch.device,
     cpu_offload: CPUOffload,
     options: UnitOptions,
 ) -> Unit:
-    """Flatten and shard ``parameters`` of ``module``; the module is changed in place."""
+    """Flatten and shard ``parameters`` of ``module``; the module is changed in place.
+
+    ``distributions`` says of which parameters these are the local parts only.
+    """
     places = find_places(module, parameters)
-    precision = options.mixed_precision
     handles = [
-        _build_handle(module, group, places, groups.shards, device, cpu_offload, options, precision)
+        _build_handle(
+            module, group, places, distributions, groups.shards, device, cpu_offload, options
+        )
         for group in group_parameters(parameters, options.use_orig_params)
     ]
     copies = group_for(groups.copies) if groups.copies is not None else None
@@ -168,12 +174,13 @@ def _build_handle(
     module: nn.Module,
     parameters: list[nn.Parameter],
     places: dict[Any, list[Place]],
+    distributions: Mapping[nn.Parameter, Distribution],
     process_group: Any,
     device: torch.device,
     cpu_offload: CPUOffload,
     options: UnitOptions,
-    precision: MixedPrecision,
 ) -> FlatParamHandle:
+    precision = options.mixed_precision
     return FlatParamHandle(
         parameters,
         module,
@@ -186,5 +193,6 @@ def _build_handle(
         process_group,
         options.use_orig_params,
         places=places,
+        distributions=distributions,
         shard=True,
     )

@@ -213,7 +213,7 @@ class Unit:
 
     def show_full(self, tracked: bool) -> None:
         """Put full parameters in place; ``tracked`` ones lead autograd to the unit's reduce."""
-        tensors = self._tracked() if tracked else [buffer.views for buffer in self.gathered]
+        tensors = self._tracked() if tracked else [buffer.shown for buffer in self.gathered]
         for handle, full in zip(self.handles, tensors, strict=True):
             handle.show(full)
         self.shows_full = True
@@ -283,15 +283,22 @@ class Unit:
     def _make_node(
         self, trainable: list[list[bool]]
     ) -> tuple[ParameterNode | None, list[list[torch.Tensor]]]:
-        tensors = [list(buffer.views) for buffer in self.gathered]
+        tensors = [list(buffer.shown) for buffer in self.gathered]
         places = [(g, i) for g, flags in enumerate(trainable) for i, on in enumerate(flags) if on]
         if not places:
             return None, tensors
+        distributed = [
+            (group, index, distribution)
+            for group, index in places
+            if (distribution := self.handles[group].distribution(index)) is not None
+        ]
 
         def receive(found: tuple[torch.Tensor | None, ...]) -> None:
             gradients: list[list[torch.Tensor | None]] = [[None] * len(t) for t in trainable]
             for (group, index), gradient in zip(places, found, strict=True):
                 gradients[group][index] = gradient
+            for group, index, distribution in distributed:
+                gradients[group][index] = distribution.local_gradient(gradients[group][index])
             assert self.on_gradients is not None
             self.on_gradients(self, gradients)
 

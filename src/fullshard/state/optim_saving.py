@@ -85,7 +85,9 @@ class Saving:
             views = gathering.whole_views(handle, whole)
             for owned in members:
                 for original in owned.originals:
-                    value = unit.presented(views[original.index], self._config)
+                    value = unit.presented(
+                        views[original.index], self._config, owned.distribution(original)
+                    )
                     self._found.setdefault(original.name, {})[key] = value
 
     def _shard(
@@ -136,7 +138,7 @@ class Saving:
         for original in owned.originals:
             view = views[original.index if owned.is_flat else 0]
             if fits and owned.unit is not None:
-                saved = owned.unit.presented(view, self._config)
+                saved = owned.unit.presented(view, self._config, owned.distribution(original))
             else:
                 saved = self._copied(view)
             self._found.setdefault(original.name, {})[key] = saved

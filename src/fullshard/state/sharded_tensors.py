@@ -180,14 +180,15 @@ def local_rows(value: Any, group: Group) -> torch.Tensor:
     return torch.empty(0, dtype=value.metadata().tensor_properties.dtype)
 
 
-def gather_rows(unit: Unit, values: Sequence[Any], locals_: Sequence[torch.Tensor]) -> list[Any]:
-    """Whole parameters, one per sharded value, from the chunks of all ranks, in one launch."""
+def gather_chunks(
+    unit: Unit, shapes: Sequence[Sequence[int]], locals_: Sequence[torch.Tensor]
+) -> list[Any]:
+    """Tensors of these shapes from the chunks of all ranks of the unit, in one launch."""
     group = unit.shards
     if group.size == 1:
         return list(locals_)
     outputs: list[torch.Tensor] = []
     inputs: list[torch.Tensor] = []
-    shapes = [shape_of(value) for value in values]
     for shape, local in zip(shapes, locals_, strict=True):
         step = -(-shape[0] // group.size) * math.prod(shape[1:])
         padded = torch.zeros(step, dtype=local.dtype, device=unit.device)
