@@ -23,6 +23,7 @@ from .api import (
 from .engine.agreement import RanksDisagreeError
 from .engine.flat_param import FlatParameter
 from .fsdp import FullyShardedDataParallel, register_fsdp_forward_method
+from .grad.scaler import ShardedGradScaler
 
 __all__ = [
     "BackwardPrefetch",
@@ -37,6 +38,7 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "RanksDisagreeError",
+    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
