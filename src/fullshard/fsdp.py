@@ -9,6 +9,7 @@ import contextlib
 import functools
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from typing import Any
 
@@ -32,6 +33,7 @@ from .engine.schedule import Schedule
 from .engine.unit import UnitOptions
 from .facts import UnitFacts
 from .grad.clip import clip_grad_norm
+from .grad.hooks import register
 from .state.full_params import summon
 from .state.initialize import materialize
 from .state.state_dicts import StateDicts
@@ -132,6 +134,8 @@ class FullyShardedDataParallel(StateDicts, UnitFacts):
         self.add_module(WRAPPED_MODULE, module)
         self._schedule: Schedule | None = None
         self._is_root: bool | None = None
+        #: The wrapper that was constructed around this one.
+        self._enclosing: weakref.ref[FullyShardedDataParallel] | None = None
 
     def _build(
         self,
@@ -146,7 +150,11 @@ class FullyShardedDataParallel(StateDicts, UnitFacts):
         parameters = managed_parameters(module, ignored, is_unit)
         offload = self.cpu_offload.offload_params
         device = compute_device(parameters, device_id, offload, groups.shards.rank())
-        modules = [m for m in own_modules(module, is_unit) if m not in self._ignored_modules]
+        everything = list(own_modules(module, is_unit))
+        for nested in (child for m in everything for child in m._modules.values()):
+            if isinstance(nested, FullyShardedDataParallel):
+                nested._enclosing = weakref.ref(self)
+        modules = [m for m in everything if m not in self._ignored_modules]
         if any(p.is_meta for p in parameters):
             materialize(modules, parameters, device, param_init_fn)
             parameters = managed_parameters(module, ignored, is_unit)
@@ -279,6 +287,9 @@ class FullyShardedDataParallel(StateDicts, UnitFacts):
 
     def check_is_root(self) -> bool:
         """Whether this wrapper is the outermost one of its model."""
+        enclosing = self._enclosing and self._enclosing()
+        if enclosing and any(module is self for module in enclosing.modules()):
+            return False
         if self._is_root is None:
             self._start()
         return bool(self._is_root)
@@ -341,6 +352,19 @@ class FullyShardedDataParallel(StateDicts, UnitFacts):
         units = [m._unit for m in self.fsdp_modules(self)]
         return clip_grad_norm(self, schedule, units, max_norm, norm_type)
 
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Have ``hook`` average the gradients of all units, in place of the engine.
+
+        Called as ``hook(state, gradient, shard)`` with a unit's whole flat gradient and the tensor
+        in which to leave this rank's shard of the average; as ``hook(state, gradient)``, in place,
+        under ``NO_SHARD``. Under the hybrid strategies the hook averages inside the sharding group
+        and the engine over the copies. See :mod:`fullshard.grad.hooks` for compressing ones.
+        """
+        if not self.check_is_root():
+            raise AssertionError("register_comm_hook can only be called on a root instance.")
+        schedule = self._schedule or self._start()
+        register([m._unit for m in self.fsdp_modules(self)], schedule, state, hook)
+
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """``nn.Module.apply`` with full parameters in place; changes are kept."""
         with self.summon_full_params(self):
@@ -364,7 +388,7 @@ class FullyShardedDataParallel(StateDicts, UnitFacts):
     def __getstate__(self) -> dict[str, Any]:
         if self._schedule is not None:
             self._schedule.rest()
-        return {**self.__dict__, "_schedule": None, "_is_root": None}
+        return {**self.__dict__, "_schedule": None, "_is_root": None, "_enclosing": None}
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

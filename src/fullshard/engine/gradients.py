@@ -104,7 +104,7 @@ class Maybe(NamedTuple):
     """A reduced gradient that is all negative zero if no rank used the parameter."""
 
     handle: FlatParamHandle
-    parameter: nn.Parameter
+    slot: int
     gradient: torch.Tensor
 
 
@@ -123,7 +123,7 @@ def deliver(handle: FlatParamHandle, reduced: torch.Tensor, absent: Sequence[int
     cut = handle.cut(reduced)
     missing = set(absent)
     _add(handle, [(handle.params[i], piece) for i, piece in cut if i not in missing])
-    return [Maybe(handle, handle.params[i], piece) for i, piece in cut if i in missing]
+    return [Maybe(handle, i, piece) for i, piece in cut if i in missing]
 
 
 def deliver_own(handle: FlatParamHandle, gradients: Gradients) -> None:
@@ -140,9 +140,14 @@ def settle(undecided: Sequence[Maybe]) -> None:
         return
     parts = [as_real(maybe.gradient) for maybe in undecided]
     absent = torch.stack([(part.signbit() & (part == 0)).all() for part in parts])
-    for maybe, is_absent in zip(undecided, absent.tolist(), strict=True):
-        if not is_absent:
-            _add(maybe.handle, [(maybe.parameter, maybe.gradient)])
+    answers = zip(undecided, absent.tolist(), strict=True)
+    accept([maybe for maybe, is_absent in answers if not is_absent])
+
+
+def accept(found: Sequence[Maybe]) -> None:
+    """Put gradients on their parameters that some rank turned out to have."""
+    for handle, slot, gradient in found:
+        _add(handle, [(handle.params[slot], gradient)])
 
 
 def _add(handle: FlatParamHandle, pairs: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:

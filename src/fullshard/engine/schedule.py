@@ -24,6 +24,7 @@ from .autograd import (
     replace_tensors,
     tensors_in,
 )
+from .comm_hook import settle_by_vote
 from .device import lines_for
 from .gradients import Gradients
 from .progress import Call, Progress
@@ -367,6 +368,9 @@ class Schedule:
         for unit in reduced:
             unit.finish_reduce()
             unit.settle_gradients()
+        ballots = [ballot for unit in reduced if unit.ballots for ballot in unit.take_ballots()]
+        if ballots:
+            settle_by_vote(ballots)
         self._end_backward()
         for unit in reduced:
             unit.run_gradient_hooks()
