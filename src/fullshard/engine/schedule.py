@@ -21,13 +21,12 @@ from .autograd import (
     BackwardEnd,
     holds_reentrant_checkpoint,
     in_backward,
-    replace_tensors,
-    tensors_in,
 )
 from .comm_hook import settle_by_vote
 from .device import lines_for
 from .gradients import Gradients
 from .progress import Call, Progress
+from .structures import replace_tensors, tensors_in
 from .unit import State, Unit
 
 #: Passes without a backward after which their order is no longer kept for prefetching.
