@@ -23,6 +23,7 @@ from .api import (
 from .engine.agreement import RanksDisagreeError
 from .engine.flat_param import FlatParameter
 from .fsdp import FullyShardedDataParallel, register_fsdp_forward_method
+from .grad.scaler import ShardedGradScaler
 from .state.checkpoint import Checkpoint, CheckpointError, SaveHandle, latest, load, save
 from .state.export import export_safetensors
 
@@ -42,6 +43,7 @@ __all__ = [
     "OptimStateKeyType",
     "RanksDisagreeError",
     "SaveHandle",
+    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
