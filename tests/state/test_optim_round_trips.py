@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from tests.original.training import Net, build
@@ -39,6 +41,7 @@ def test_state_of_any_type_brings_a_trained_optimizer_back(
         optimizer = make(model)
         trained(model, optimizer, BEFORE)
         weights, expected = copied(model.state_dict()), full_state(model, optimizer)
+        own = copy.deepcopy(optimizer.state_dict())
         bare, bare_optimizer, reference = bare_reference(Net, make, BEFORE)
         assert_close_optim_state(expected, reference)
         saved = {}
@@ -53,6 +56,7 @@ def test_state_of_any_type_brings_a_trained_optimizer_back(
             loaded = make(model)
             with optim_kind(model, name):
                 loaded.load_state_dict(FSDP.optim_state_dict_to_load(model, loaded, state))
+            assert_same_optim_state(loaded.state_dict(), own)
             assert_same_optim_state(full_state(model, loaded), expected)
             assert next_loss_and_step(model, loaded, 2) == losses
 

@@ -12,10 +12,11 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ..engine.flat_param import FlatParamHandle
+from .distributed_values import part_of, rows_here
 from .gathering import own_part
 from .model_state import ModelState
 from .optim_parameters import Groups, Original, Owned, units_of
-from .sharded_tensors import gather_rows, is_sharded, local_rows, shape_of
+from .sharded_tensors import gather_chunks, is_sharded, shape_of
 
 SavedState = Mapping[str, Mapping[str, Any]]
 
@@ -38,12 +39,19 @@ class Here:
     def parts(
         self, unit: ModelState, handle: FlatParamHandle, values: Mapping[int, Any]
     ) -> dict[int, torch.Tensor]:
-        whole = {index: value for index, value in values.items() if not is_sharded(value)}
-        chunked = {index: value for index, value in values.items() if is_sharded(value)}
-        if chunked:
-            rows = [local_rows(value, unit.unit.shards) for value in chunked.values()]
-            found = gather_rows(unit.unit, list(chunked.values()), rows)
-            whole.update(zip(chunked, found, strict=True))
+        whole: dict[int, torch.Tensor] = {}
+        chunks: dict[int, torch.Tensor] = {}
+        for index, value in values.items():
+            distribution = handle.distribution(index)
+            rows = rows_here(value, unit.unit, distribution)
+            if rows is None:
+                whole[index] = part_of(value, distribution)
+            else:
+                chunks[index] = rows
+        if chunks:
+            shapes = [handle.layout.slots[index].shape for index in chunks]
+            found = gather_chunks(unit.unit, shapes, list(chunks.values()))
+            whole.update(zip(chunks, found, strict=True))
         device = handle.shard_tensor.device
         return {
             index: own_part(handle, index, value).to(device, copy=True)
@@ -84,7 +92,7 @@ class Loading:
                     )
                 elif owned.unit is not None and is_sharded(value):
                     try:
-                        local_rows(value, owned.unit.unit.shards)
+                        rows_here(value, owned.unit.unit, owned.distribution(original))
                     except ValueError as error:
                         errors.append(f"cannot load {key!r} of {original.name}: {error}")
         return errors

@@ -16,6 +16,7 @@ from torch import nn
 from ..engine.flat_param import FlatParamHandle
 from ..engine.layout import Piece, Slot
 from ..engine.places import clean_tensor_name
+from ..engine.tensor_parallel import Distribution
 from .model_state import FLAT_NAME, ModelState
 
 
@@ -68,7 +69,13 @@ class Owned:
 
     def shape_of(self, original: Original) -> tuple[int, ...]:
         """The shape of the whole original."""
-        return tuple(self.parameter.shape) if self.handle is None else self.slot(original).shape
+        if self.handle is None:
+            return tuple(self.parameter.shape)
+        return tuple(self.handle.whole_shape(original.index))
+
+    def distribution(self, original: Original) -> Distribution | None:
+        """How tensor parallelism distributed the original, if it did."""
+        return None if self.handle is None else self.handle.distribution(original.index)
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -93,9 +93,12 @@ class Saving:
         if whole is None:
             return
         views = gathering.whole_views(handle, whole)
-        for original in (original for owned in members for original in owned.originals):
-            value = unit.presented(views[original.index], self._config)
-            self._found.setdefault(original.name, {})[key] = value
+        for owned in members:
+            for original in owned.originals:
+                value = unit.presented(
+                    views[original.index], self._config, owned.distribution(original)
+                )
+                self._found.setdefault(original.name, {})[key] = value
 
     def _shard(
         self, handle: FlatParamHandle, key: str, dtype: torch.dtype, members: Sequence[Owned]
@@ -145,7 +148,7 @@ class Saving:
         for original in owned.originals:
             view = views[original.index if owned.is_flat else 0]
             if fits and owned.unit is not None:
-                saved = owned.unit.presented(view, self._config)
+                saved = owned.unit.presented(view, self._config, owned.distribution(original))
             else:
                 saved = self._copied(view)
             self._found.setdefault(original.name, {})[key] = saved

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map
 
 from ..engine.collectives import Group
 from ..engine.flat_param import FlatParamHandle
+from .distributed_values import part_of
 from .model_state import ModelState
 
 _EVERYTHING = "(all)"
@@ -31,11 +32,20 @@ class Scattered:
         """Whether this rank is the one that has the values."""
         return self._outermost.is_first
 
+    @property
+    def _leads(self) -> bool:
+        """Whether the values come to this rank whole, to be cut for others that share its parts."""
+        return self._outermost.leads
+
     def announce(self, state_dict: Mapping[str, Any] | None) -> dict[str, Any]:
         """The first rank's state dict; elsewhere its tensors have no memory behind them."""
         told = None
         if self.is_first:
             told = tree_map(_described, dict(state_dict or {}))
+        if self._leads:
+            for group in self._outermost.part_groups:
+                group.begin_pass("send optimizer state to other parts", _EVERYTHING)
+                told = group.broadcast_object(told, _EVERYTHING)
         if self._outermost.is_first_copy:
             self._shards.begin_pass("scatter optimizer state", _EVERYTHING)
             told = self._shards.broadcast_object(told, _EVERYTHING)
@@ -74,19 +84,21 @@ class Scattered:
         dtype: torch.dtype,
     ) -> torch.Tensor:
         layout, shards, copies = handle.layout, unit.unit.shards, unit.unit.copies
-        size = layout.padded_numel if self.is_first else 0
+        size = layout.padded_numel if self._leads else 0
         whole = torch.zeros(size, dtype=dtype, device=handle.device)
-        for index, value in values.items() if self.is_first else ():
+        for index, value in values.items() if self._leads else ():
             slot = layout.slots[index]
+            if self._outermost.part_groups:
+                value = part_of(self._across_parts(value), handle.distribution(index))
             whole.as_strided(slot.shape, slot.stride, slot.offset).copy_(value)
         shard = torch.empty(layout.shard_numel, dtype=dtype, device=handle.device)
         if unit.is_first_copy and layout.padded_numel:
             if layout.world_size > 1:
-                slices = whole.view(layout.world_size, -1).unbind() if self.is_first else ()
+                slices = whole.view(layout.world_size, -1).unbind() if self._leads else ()
                 sent = [_bytes(piece) for piece in slices]
                 shards.scatter_from_first(_bytes(shard), sent, unit.unit.name)
             else:
-                shard = whole if self.is_first else shard
+                shard = whole if self._leads else shard
                 shards.broadcast([_bytes(shard)], unit.unit.name)
         if copies is not None and layout.padded_numel:
             copies.broadcast([_bytes(shard)], unit.unit.name)
@@ -95,9 +107,7 @@ class Scattered:
     def _broadcast(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
             return leaf
-        sent = (
-            leaf.to(self._device) if self.is_first else torch.empty_like(leaf, device=self._device)
-        )
+        sent = self._across_parts(leaf)
         groups: list[Group | None] = [self._copies]
         if self._outermost.is_first_copy:
             groups.insert(0, self._shards)
@@ -105,8 +115,18 @@ class Scattered:
             group.broadcast([_bytes(sent)], _EVERYTHING)
         return sent
 
+    def _across_parts(self, value: torch.Tensor) -> torch.Tensor:
+        """The first rank's value on all ranks that lead, and memory for it on the others."""
+        sent = torch.empty(value.shape, dtype=value.dtype, device=self._device)
+        if self.is_first:
+            sent.copy_(value)
+        if self._leads:
+            for group in self._outermost.part_groups:
+                group.broadcast([_bytes(sent)], _EVERYTHING)
+        return sent
+
     def _check_same_first(self, unit: ModelState) -> None:
-        if self.is_first != unit.is_first:
+        if self._leads != unit.leads:
             raise RuntimeError(
                 f"Unit {unit.unit.name!r} uses other ranks than the outermost unit, and the first "
                 "of them is another: give the whole state dict to all ranks "

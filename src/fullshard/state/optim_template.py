@@ -71,4 +71,7 @@ def _memory(
         return torch.zeros(shape, dtype=dtype)
     # A tensor of any size without its memory: only this rank's chunk of it comes to exist.
     whole = torch.zeros((), dtype=dtype, device=owned.unit.unit.device).expand(shape)
-    return owned.unit.presented(whole, config)
+    distribution = owned.distribution(original)
+    if distribution is not None:
+        whole = distribution.part(whole)
+    return owned.unit.presented(whole, config, distribution)
