@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.original.training import Net, build
 from tests.state.models import STRATEGIES, WRAPPINGS, copied, other, wrapped
 from tests.state.optimizers import (
@@ -22,7 +24,7 @@ from tests.state.optimizers import (
 )
 
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import ShardingStrategy
+from fullshard import OptimStateKeyType, ShardingStrategy
 from fullshard.testing import run_on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
@@ -94,3 +96,43 @@ def test_state_moves_to_another_wrapping_strategy_and_flattening(
                     torch.testing.assert_close(next_loss_and_step(target, loaded, 2), losses)
 
     run_on_ranks(world_size, move)
+
+
+def saved_in_full(strategy: ShardingStrategy) -> tuple[dict[str, Any], dict[str, Any]]:
+    model = wrapped(build(Net), strategy, "blocks", use_orig_params=True)
+    optimizer = adam(model)
+    trained(model, optimizer, BEFORE)
+    return full_state(model, optimizer), copied(model.state_dict())
+
+
+def loaded_in_full(
+    name: str, use_orig_params: bool, state: dict[str, Any], weights: dict[str, Any]
+) -> None:
+    target = wrapped(
+        other(Net), ShardingStrategy.FULL_SHARD, "linears", use_orig_params=use_orig_params
+    )
+    target.load_state_dict(weights)
+    loaded = adam(target)
+    with optim_kind(target, name):
+        given = state if name == "full" or dist.get_rank() == 0 else {}
+        FSDP.optim_state_dict_to_load(target, loaded, given, load_directly=True)
+    assert_same_optim_state(full_state(target, loaded), state)
+    bare = build(Net)
+    bare.load_state_dict(weights)
+    plain = adam(bare)
+    plain.load_state_dict(
+        FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, bare, optim=plain)
+    )
+    torch.testing.assert_close(
+        next_loss_and_step(target, loaded, 2), next_loss_and_step(bare, plain, 2, bare=True)
+    )
+
+
+@pytest.mark.parametrize("name", ["full", "full on the first rank"])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_full_state_of_four_ranks_is_loaded_by_one_two_and_three(
+    use_orig_params: bool, name: str
+) -> None:
+    state, weights = run_on_ranks(4, saved_in_full, ShardingStrategy.FULL_SHARD)[0]
+    for world_size in (1, 2, 3):
+        run_on_ranks(world_size, loaded_in_full, name, use_orig_params, state, weights)
