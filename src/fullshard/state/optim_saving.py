@@ -158,7 +158,8 @@ class Saving:
         fact = entry.fact
         assert owned.unit is not None
         unit = owned.unit.unit
-        device = torch.device("cpu") if fact.on_host else unit.device
+        on_host = fact.on_host or self._config.offload_to_cpu
+        device = torch.device("cpu") if on_host else unit.device
         if entry.kind is Kind.NUMBER:
             return torch.tensor(fact.value, dtype=fact.dtype, device=device)
         mine: Any = self._states.get(owned, {}).get(key)
