@@ -24,9 +24,9 @@ from typing import Any
 import gpt
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
 from bars import at_most, judge, show_table, show_verdicts
 from rows import Setting, Training
+from workers import run_ranks
 
 ROWS = ["bare", "DDP", "FSDP2", "fullshard", "fullshard SHARD_GRAD_OP"]
 COLUMNS = ["step ms", "x bare", "x DDP", "x FSDP2", "held MiB", "peak MiB"]
@@ -195,7 +195,7 @@ def main() -> None:
     results = []
     for ranks in given.ranks:
         with tempfile.TemporaryDirectory() as folder:
-            processes.spawn(measure, args=(ranks, given, folder), nprocs=ranks)
+            run_ranks(measure, ranks, given, folder)
             results.append(json.loads(Path(folder, "results.json").read_text()))
         show(results[-1])
         if given.json is not None:

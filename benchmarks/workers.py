@@ -6,10 +6,20 @@ import contextlib
 import multiprocessing
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import torch
+import torch.multiprocessing
 from rows import SkipRow
+
+
+def new_processes() -> ForkServerContext:
+    """Processes begin as copies of one that has imported torch and done nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    # The second is what optimizers import when the first of them is made.
+    context.set_forkserver_preload(["torch", "torch._dynamo"])
+    return context
 
 
 class Worker:
@@ -19,7 +29,7 @@ class Worker:
     """
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = new_processes()
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(make, arguments, theirs), daemon=True)
         self._process.start()
@@ -55,3 +65,11 @@ def _serve(make: Callable[..., Any], arguments: tuple[Any, ...], pipe: Connectio
             except Exception as error:
                 answer = {"skipped": f"{type(error).__name__}: {error}"}
             pipe.send(answer)
+
+
+def run_ranks(rank_main: Callable[..., None], ranks: int, *arguments: Any) -> None:
+    """Run ``rank_main(rank, ranks, *arguments)`` in a process for each rank, to its end."""
+    new_processes()
+    torch.multiprocessing.start_processes(
+        rank_main, args=(ranks, *arguments), nprocs=ranks, start_method="forkserver"
+    )
