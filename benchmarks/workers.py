@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import torch
@@ -14,12 +13,16 @@ import torch.multiprocessing
 from rows import SkipRow
 
 
-def new_processes() -> ForkServerContext:
-    """Processes begin as copies of one that has imported torch and done nothing else."""
-    context = multiprocessing.get_context("forkserver")
+def start_method() -> str:
+    """How processes begin: from nothing, or as copies of one that has imported torch.
+
+    Copies start faster; but an import may touch the driver of a GPU, which no copy survives.
+    """
+    if torch.cuda.is_available():
+        return "spawn"
     # The second is what optimizers import when the first of them is made.
-    context.set_forkserver_preload(["torch", "torch._dynamo"])
-    return context
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch._dynamo"])
+    return "forkserver"
 
 
 class Worker:
@@ -29,7 +32,7 @@ class Worker:
     """
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
-        context = new_processes()
+        context: Any = multiprocessing.get_context(start_method())
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(make, arguments, theirs), daemon=True)
         self._process.start()
@@ -69,7 +72,6 @@ def _serve(make: Callable[..., Any], arguments: tuple[Any, ...], pipe: Connectio
 
 def run_ranks(rank_main: Callable[..., None], ranks: int, *arguments: Any) -> None:
     """Run ``rank_main(rank, ranks, *arguments)`` in a process for each rank, to its end."""
-    new_processes()
     torch.multiprocessing.start_processes(
-        rank_main, args=(ranks, *arguments), nprocs=ranks, start_method="forkserver"
+        rank_main, args=(ranks, *arguments), nprocs=ranks, start_method=start_method()
     )
