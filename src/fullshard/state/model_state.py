@@ -244,7 +244,7 @@ class ModelState:
                 return sharded_tensors.as_dtensor(local, whole.shape, mesh)
             return sharded_tensors.as_sharded_tensor(local, whole.shape, unit.shards)
         if distribution is not None:
-            whole = distribution.whole(whole)
+            whole = distribution.whole(whole.to(unit.device))
         device = torch.device("cpu") if config.offload_to_cpu else whole.device
         return whole.detach().to(device, copy=True)
 
