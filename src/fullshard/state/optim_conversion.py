@@ -14,7 +14,13 @@ from .model_state import ModelState
 from .optim_facts import States
 from .optim_groups import matched_groups, named_groups, options_of, unexpected_names
 from .optim_loading import Arrival, Here, Loading
-from .optim_local import local_problems, local_state, local_state_to_load
+from .optim_local import (
+    SHAPES,
+    local_problems,
+    local_shapes,
+    local_state,
+    local_state_to_load,
+)
 from .optim_parameters import Groups, Original, Owned, owned_groups, units_of, wrappers_in
 from .optim_saving import Saving
 from .optim_scatter import Scattered
@@ -36,7 +42,9 @@ def named_state_dict(
     with torch.no_grad():
         if isinstance(config, LocalOptimStateDictConfig):
             saved = local_state(groups, states, config.offload_to_cpu)
-            return {"state": saved, "param_groups": _local_groups(state_dict, groups), **rest}
+            named = _local_groups(state_dict, groups)
+            shapes = local_shapes(groups)
+            return {"state": saved, "param_groups": named, SHAPES: shapes, **rest}
         only_first = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
         visible = not only_first or _is_first(model, groups)
         saved = Saving(groups, states, config).run()
@@ -79,10 +87,11 @@ def _local_to_load(
     _check_form(state_dict, "a local optimizer state dict")
     assert state_dict is not None
     members = [[Original((owned.path,)) for owned in group] for group in groups]
-    options = _matched(model, state_dict, members, local_problems(groups, state_dict["state"]))
-    return _keyed(
-        groups, local_state_to_load(groups, state_dict["state"]), options, state_dict, by_name
-    )
+    problems = local_problems(groups, state_dict.get(SHAPES, {}))
+    options = _matched(model, state_dict, members, problems)
+    rest = {key: value for key, value in state_dict.items() if key != SHAPES}
+    found = local_state_to_load(groups, state_dict["state"])
+    return _keyed(groups, found, options, rest, by_name)
 
 
 def _matched(

@@ -14,6 +14,9 @@ from torch.utils._pytree import tree_map
 from .optim_facts import States
 from .optim_parameters import Groups, Owned
 
+#: Where a local state dict says which shapes it fits.
+SHAPES = "local_shapes"
+
 
 def local_state(groups: Groups, states: States, to_cpu: bool) -> dict[str, dict[str, Any]]:
     """The state of each parameter that the optimizer holds, by its name in the wrapped model."""
@@ -31,25 +34,19 @@ def local_state(groups: Groups, states: States, to_cpu: bool) -> dict[str, dict[
     }
 
 
-def local_problems(groups: Groups, saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def local_shapes(groups: Groups) -> dict[str, tuple[int, ...]]:
+    """The shape of what this rank holds of each parameter."""
+    return {owned.path: owned.local_shape for group in groups for owned in group}
+
+
+def local_problems(groups: Groups, saved: Mapping[str, tuple[int, ...]]) -> list[str]:
     """What was saved by other ranks, or with another wrapping, in words."""
-    found: dict[str, list[tuple[Owned, tuple[int, ...]]]] = {}
-    for owned in (owned for group in groups for owned in group):
-        for key, value in saved.get(owned.path, {}).items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                found.setdefault(key, []).append((owned, tuple(value.shape)))
-    errors: list[str] = []
-    for key, items in found.items():
-        wrong = [(owned, shape) for owned, shape in items if shape != owned.local_shape]
-        if len(wrong) == len(items) > 1 and len({shape for _, shape in wrong}) == 1:
-            continue  # Of one shape for all parameters: not a value for each element.
-        errors += [
-            f"size mismatch for {key!r} of {owned.path}: a local state dict fits the ranks and the "
-            f"wrapping it was saved with; it has shape {shape}, this rank's part of the parameter "
-            f"{owned.local_shape}"
-            for owned, shape in wrong
-        ]
-    return errors
+    return [
+        f"size mismatch for {path}: a local state dict fits the ranks and the wrapping it was "
+        f"saved with; it is for a part of shape {tuple(saved[path])}, this rank's has {shape}"
+        for path, shape in local_shapes(groups).items()
+        if path in saved and tuple(saved[path]) != shape
+    ]
 
 
 def local_state_to_load(

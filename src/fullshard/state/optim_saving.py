@@ -95,17 +95,26 @@ class Saving:
         for (handle, key, dtype), members in sorted(
             wanted.items(), key=lambda item: (order[item[0][0]], item[0][1], str(item[0][2]))
         ):
-            shard = self._shard(handle, key, dtype, members)
-            whole = self._gather(unit, handle, shard)
-            if whole is None:
-                continue
-            views = gathering.whole_views(handle, whole)
-            for owned in members:
-                for original in owned.originals:
-                    value = unit.presented(
-                        views[original.index], self._config, owned.distribution(original)
-                    )
-                    self._found.setdefault(original.name, {})[key] = value
+            self._take_entry(unit, handle, key, dtype, members)
+
+    def _take_entry(
+        self,
+        unit: ModelState,
+        handle: FlatParamHandle,
+        key: str,
+        dtype: torch.dtype,
+        members: Sequence[Owned],
+    ) -> None:
+        shard = self._shard(handle, key, dtype, members)
+        whole = self._gather(unit, handle, shard)
+        if whole is None:
+            return
+        views = gathering.whole_views(handle, whole)
+        for original in (original for owned in members for original in owned.originals):
+            value = unit.presented(
+                views[original.index], self._config, handle.distribution(original.index)
+            )
+            self._found.setdefault(original.name, {})[key] = value
 
     def _shard(
         self, handle: FlatParamHandle, key: str, dtype: torch.dtype, members: Sequence[Owned]
