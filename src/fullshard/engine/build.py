@@ -91,13 +91,7 @@ def compute_device(
     rank: int,
 ) -> torch.device:
     """The device a unit computes on: the one asked for, or where its parameters are."""
-    devices = {p.device for p in parameters if p.device.type != "meta"}
-    if len(devices) > 1:
-        raise RuntimeError(
-            "FSDP only supports single device modules but got params on "
-            f"{sorted(map(str, devices))}"
-        )
-    found = next(iter(devices), None)
+    found = next((p.device for p in parameters if p.device.type != "meta"), None)
     asked = _as_device(device_id)
     if asked is not None:
         if found is not None and found.type != "cpu" and found != asked:
@@ -121,13 +115,18 @@ def _as_device(device_id: int | torch.device | None) -> torch.device | None:
             "device_id expects an int or a torch.device, but got "
             f"{device_id!r} of type {type(device_id).__name__}"
         )
-    if isinstance(device_id, torch.device):
-        if device_id.type != "cpu" and device_id.index is None:
-            return torch.device(device_id.type, torch.accelerator.current_device_index())
-        return device_id
     accelerator = (
         torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     )
+    if isinstance(device_id, torch.device):
+        if device_id.type != "cpu" and (accelerator is None or accelerator.type != device_id.type):
+            raise RuntimeError(
+                f"device_id asks for {device_id}, but torch finds no {device_id.type} device on "
+                "this machine; leave device_id out to compute where the parameters are"
+            )
+        if device_id.type != "cpu" and device_id.index is None:
+            return torch.device(device_id.type, torch.accelerator.current_device_index())
+        return device_id
     # A number names an accelerator; where there is none, programs pass their rank all the same.
     return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, device_id)
 

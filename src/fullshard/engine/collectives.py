@@ -81,6 +81,8 @@ class Group:
         return [self.group.allgather_into_tensor_coalesced(list(outputs), list(inputs))]
 
     def _gather_one(self, output: torch.Tensor, piece: torch.Tensor) -> Any:
+        if self._gloo:
+            output, piece = as_real(output), as_real(piece)
         if _NEW_NAMES:
             return self.group.all_gather_single(output, piece)
         return self.group._allgather_base(output, piece)

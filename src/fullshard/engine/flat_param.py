@@ -114,7 +114,7 @@ class FlatParamHandle:
         self.layout = self._pack(process_group.size() if shards else 1)
         self.pieces = self.layout.pieces(self.rank)
         self._cut_sizes, self._cut_positions = self._cuts()
-        self._flatten()
+        self._replace_originals(self._own_piece() if shard else self._flatten())
         if shard:
             self.shard()
         else:
@@ -137,12 +137,30 @@ class FlatParamHandle:
             alignment=alignment,
         )
 
-    def _flatten(self) -> None:
+    def _flatten(self) -> torch.Tensor:
+        """The whole buffer, filled from the original parameters."""
         first = self.params[0]
         with torch.no_grad():
             flat = torch.zeros(self.layout.padded_numel, dtype=first.dtype, device=first.device)
             for slot, parameter in zip(self.layout.slots, self.params, strict=True):
                 flat.as_strided(slot.shape, slot.stride, slot.offset).copy_(parameter)
+        return flat
+
+    def _own_piece(self) -> torch.Tensor:
+        """This rank's part of it: the whole buffer would take as much again as the originals."""
+        first = self.params[0]
+        shard = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=first.device)
+        for slot, piece, parameter in zip(self.layout.slots, self.pieces, self.params, strict=True):
+            if piece.numel:
+                dense = parameter.detach()
+                if dense.stride() != slot.stride:
+                    dense = dense.contiguous()
+                elements = dense.as_strided((slot.numel,), (1,), dense.storage_offset())
+                mine = elements[piece.start : piece.start + piece.numel]
+                shard[piece.offset : piece.offset + piece.numel] = mine
+        return shard
+
+    def _replace_originals(self, flat: torch.Tensor) -> None:
         self.shard_tensor = flat
         self.flat_param = FlatParameter(
             flat[: self.layout.numel], requires_grad=any(p.requires_grad for p in self.params)
@@ -184,10 +202,9 @@ class FlatParamHandle:
 
     def shard(self) -> None:
         """Keep this rank's part of the flat buffer and give the rest back."""
-        shard = self.shard_tensor
-        if self.layout.world_size > 1:
-            start = self.rank * self.layout.shard_numel
-            shard = shard[start : start + self.layout.shard_numel].clone()
+        shard, size = self.shard_tensor, self.layout.shard_numel
+        if shard.numel() > size:
+            shard = shard[self.rank * size : (self.rank + 1) * size].clone()
         self.is_sharded = self.strategy is not ShardingStrategy.NO_SHARD
         self.adopt_shard(shard.to("cpu") if self.offload else shard)
 

@@ -158,7 +158,13 @@ def _power(gradients: Sequence[torch.Tensor], p: float, device: torch.device) ->
 def _scale(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     for group in _alike(gradients):
         wide = torch.promote_types(group[0].dtype, torch.float32).to_real()
-        torch._foreach_mul_(group, factor.to(group[0].device, wide))
+        wide_factor = factor.to(group[0].device, wide)
+        if torch.finfo(group[0].dtype).bits >= 32:
+            torch._foreach_mul_(group, wide_factor)
+            continue
+        # A GPU would round the factor to the gradients' precision, and the product once more.
+        for gradient in group:
+            gradient.copy_(gradient * wide_factor.view(1))
 
 
 def _alike(gradients: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:

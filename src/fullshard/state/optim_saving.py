@@ -110,11 +110,12 @@ class Saving:
         if whole is None:
             return
         views = gathering.whole_views(handle, whole)
-        for original in (original for owned in members for original in owned.originals):
-            value = unit.presented(
-                views[original.index], self._config, handle.distribution(original.index)
-            )
-            self._found.setdefault(original.name, {})[key] = value
+        for owned in members:
+            for original in owned.originals:
+                value = unit.presented(
+                    views[original.index], self._config, owned.distribution(original)
+                )
+                self._found.setdefault(original.name, {})[key] = value
 
     def _shard(
         self, handle: FlatParamHandle, key: str, dtype: torch.dtype, members: Sequence[Owned]
@@ -176,7 +177,8 @@ class Saving:
         fact = entry.fact
         assert owned.unit is not None
         unit = owned.unit.unit
-        device = torch.device("cpu") if fact.on_host else unit.device
+        on_host = fact.on_host or self._config.offload_to_cpu
+        device = torch.device("cpu") if on_host else unit.device
         if entry.kind is Kind.NUMBER:
             return torch.tensor(fact.value, dtype=fact.dtype, device=device)
         mine: Any = self._states.get(owned, {}).get(key)

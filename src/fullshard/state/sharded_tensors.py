@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..engine.collectives import Group
+from ..engine.collectives import Group, group_for
 from ..engine.unit import Unit
 
 
@@ -108,6 +108,18 @@ def as_dtensor(local: torch.Tensor, shape: Sequence[int], mesh: Any) -> Any:
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
+
+
+def empty_like(value: Any, dtype: torch.dtype) -> Any:
+    """Uninitialised memory in the host for a tensor of ``value``'s shape, cut as ``value`` is."""
+    if hasattr(value, "local_shards"):
+        shape, shards = shape_of(value), value.local_shards()
+        mine = shards[0].tensor.shape if shards else (0, *shape[1:])
+        local = torch.empty(mine, dtype=dtype)
+        return as_sharded_tensor(local, shape, group_for(value._process_group))
+    if hasattr(value, "to_local"):
+        return torch.empty_like(value, dtype=dtype)
+    return torch.empty(value.shape, dtype=dtype)
 
 
 def mesh_of(unit: Unit) -> Any:
