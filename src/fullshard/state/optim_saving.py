@@ -58,7 +58,24 @@ class Saving:
             group.begin_pass("optimizer state", "(all)")
             reports = group.gather_objects(facts_here(members, self._states), "(all)")
             entries.update(zip(members, resolve(members, reports), strict=True))
+        self._agree_between_parts(entries)
         return entries
+
+    def _agree_between_parts(self, entries: dict[Owned, dict[str, Entry]]) -> None:
+        """Let ranks with an empty part of a parameter, which have no state for it, know of others'.
+
+        All ranks of a mesh put a tensor-parallel parameter's state together.
+        """
+        sharing: dict[Group, list[Owned]] = {}
+        for owned in entries:
+            parts = (d.parts for o in owned.originals if (d := owned.distribution(o)) is not None)
+            for group in dict.fromkeys(group for groups in parts for group in groups):
+                sharing.setdefault(group, []).append(owned)
+        for group, members in sharing.items():
+            group.begin_pass("optimizer state of parts", "(all)")
+            reports = group.gather_objects([entries[owned] for owned in members], "(all)")
+            for owned, *found in zip(members, *reports, strict=True):
+                entries[owned] = next(filter(None, found), {})
 
     # -- entries with a value per element -----------------------------------------------------
 
@@ -111,6 +128,8 @@ class Saving:
         shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.device)
         for owned in here:
             piece = owned.piece(owned.originals[0])
+            if not piece.numel:
+                continue
             shard[piece.offset : piece.offset + piece.numel].copy_(self._states[owned][key])
         return shard
 
