@@ -72,12 +72,14 @@ PHASES: dict[str, tuple[str, ...]] = {
     ),
     "stage": ("engine.unit:Unit.stage_gradients", "engine.gradients:stage"),
     "reduce: streams": ("engine.unit:Unit.reduce_staged", "engine.unit:Unit.finish_reduce"),
-    "reduce: average": ("engine.gradients:reduce",),
+    "reduce: average": ("engine.gradients:start_reduce", "engine.gradients:Reducing.finish"),
     "reduce: collective": (
-        "engine.collectives:Group.reduce_scatter",
+        "engine.collectives:Group.start_reduce_scatter",
+        "engine.collectives:Group._add_up",
+        "engine.collectives:Group.start_all_reduce",
         "engine.collectives:Group.all_reduce",
     ),
-    "deliver": ("engine.gradients:deliver", "engine.gradients:deliver_own"),
+    "deliver": ("engine.gradients:deliver", "engine.gradients:Own.deliver"),
     "end of backward": (
         "engine.schedule:Schedule._finish_backward",
         "engine.schedule:Schedule._end_backward",

@@ -39,7 +39,7 @@ from .engine.suitability import (
     warn_of_container,
 )
 from .engine.tensor_parallel import localize
-from .engine.unit import UnitOptions
+from .engine.unit import Unit, UnitOptions
 from .facts import UnitFacts
 from .grad.clip import clip_grad_norm
 from .grad.hooks import register
@@ -325,11 +325,24 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts, UnitFacts):
                 other._unit.name = _unit_name(name, other)
         units = [other._unit for other in modules]
         check_one_device(unit for unit in units if unit.handles)
+        for other in modules:
+            if other._schedule is not None:
+                other._schedule.rest()
         schedule = Schedule(self._unit, units)
         for other in modules:
             other._schedule = schedule
             other._is_root = other is self
         return schedule
+
+    def _outermost(self) -> FullyShardedDataParallel:
+        """The wrapper that will be the root, as far as construction has told."""
+        wrapper = self
+        while wrapper._enclosing is not None:
+            outer = wrapper._enclosing()
+            if outer is None or not any(module is wrapper for module in outer.modules()):
+                break
+            wrapper = outer
+        return wrapper
 
     def register_forward_method(self, method_name: str) -> None:
         """Let a method of the wrapped module gather parameters as ``forward`` does.
@@ -351,8 +364,7 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts, UnitFacts):
 
     def check_is_root(self) -> bool:
         """Whether this wrapper is the outermost one of its model."""
-        enclosing = self._enclosing and self._enclosing()
-        if enclosing and any(module is self for module in enclosing.modules()):
+        if self._outermost() is not self:
             return False
         if self._is_root is None:
             self._start()
@@ -404,6 +416,29 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts, UnitFacts):
             with_grads=with_grads,
         )
 
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this wrapper's own parameters now, ahead of their use, in compute precision.
+
+        Those of nested wrappers stay sharded. The next forward uses what is there and then frees
+        it as the strategy says; :meth:`reshard` frees it before. To be called by all ranks. With
+        ``async_op`` the call returns at once; parameters are full after ``wait()`` of the handle,
+        or in the forward, whichever comes first.
+
+        >>> handle = model.blocks[0].unshard(async_op=True)  # doctest: +SKIP
+        """
+        schedule = self._schedule or self._outermost()._start()
+        schedule.unshard(self._unit)
+        handle = UnshardHandle(schedule, self._unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Give this wrapper's full parameters back; changes made to them since are kept."""
+        if self._schedule is not None:
+            self._schedule.reshard(self._unit)
+
     def clip_grad_norm_(
         self, max_norm: float | torch.Tensor, norm_type: float = 2.0
     ) -> torch.Tensor:
@@ -453,6 +488,18 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts, UnitFacts):
         if self._schedule is not None:
             self._schedule.rest()
         return {**self.__dict__, "_schedule": None, "_is_root": None, "_enclosing": None}
+
+
+class UnshardHandle:
+    """A gather that :meth:`FullyShardedDataParallel.unshard` started."""
+
+    def __init__(self, schedule: Schedule, unit: Unit) -> None:
+        self._schedule = schedule
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Return when the full parameters are in place."""
+        self._schedule.finish_unshard(self._unit)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -17,6 +17,9 @@ class FullBuffer:
     ``views``, or DTensors made of them where parameters are distributed.
     """
 
+    #: Whether the buffer is the shard itself.
+    is_standing = False
+
     def __init__(
         self,
         layout: Layout,
@@ -55,6 +58,8 @@ class FullBuffer:
 
 class StandingBuffer(FullBuffer):
     """A full buffer that is the shard itself: nothing to allocate, fill or release."""
+
+    is_standing = True
 
     def __init__(
         self, layout: Layout, shard: torch.Tensor, distributions: Distributions = ()

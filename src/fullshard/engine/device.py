@@ -20,6 +20,7 @@ Note: memory and streams
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -41,6 +42,13 @@ class HostLines:
     runs_ahead = False
     _nothing = contextlib.nullcontext()
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __reduce__(self) -> Any:
+        """Copies of what uses the lines of a device use the same ones."""
+        return lines_for, (self._device,)
+
     def on_gather(self) -> contextlib.AbstractContextManager[Any]:
         """Work inside the context goes to the gather line."""
         return self._nothing
@@ -55,12 +63,8 @@ class HostLines:
     def gather_after_compute(self) -> None:
         """Order the gather line behind everything compute has been given (an optimizer step)."""
 
-    def mark_gathered(self) -> Any:
-        """A mark that :meth:`compute_after` waits for."""
-        return None
-
-    def compute_after(self, mark: Any) -> None:
-        """Order compute behind ``mark``."""
+    def compute_after_gather(self) -> None:
+        """Order compute behind everything the gather line has been given."""
 
     def reduce_after_compute(self) -> None:
         """Order the reduce line behind everything compute has been given."""
@@ -89,9 +93,11 @@ class AcceleratorLines(HostLines):
     runs_ahead = True
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        super().__init__(device)
         module = torch.get_device_module(device)
-        self._compute: Callable[[torch.device], Any] = module.current_stream
+        self._current_stream: Callable[[torch.device], Any] = module.current_stream
+        self._current_number = _stream_number(device)
+        self._known: tuple[int | None, Any] = (None, None)
         self._event: Callable[[], Any] = module.Event
         # High priority: communication should start the moment its input is ready.
         self._gather = module.Stream(device, priority=-1)
@@ -105,6 +111,15 @@ class AcceleratorLines(HostLines):
     def on_reduce(self) -> contextlib.AbstractContextManager[Any]:
         return self._reduce
 
+    def _compute(self) -> Any:
+        """The user's current stream. To ask for its number costs a tenth of asking for it."""
+        number = self._current_number()
+        known, stream = self._known
+        if number is None or number != known:
+            stream = self._current_stream(self._device)
+            self._known = (number, stream)
+        return stream
+
     def _mark(self, stream: Any) -> Any:
         event = self._event()
         event.record(stream)
@@ -116,25 +131,22 @@ class AcceleratorLines(HostLines):
             self._reusable_after = None
 
     def gather_after_compute(self) -> None:
-        self._gather.wait_event(self._mark(self._compute(self._device)))
+        self._gather.wait_event(self._mark(self._compute()))
 
-    def mark_gathered(self) -> Any:
-        return self._mark(self._gather)
-
-    def compute_after(self, mark: Any) -> None:
-        self._compute(self._device).wait_event(mark)
+    def compute_after_gather(self) -> None:
+        self._compute().wait_event(self._mark(self._gather))
 
     def reduce_after_compute(self) -> None:
-        self._reduce.wait_event(self._mark(self._compute(self._device)))
+        self._reduce.wait_event(self._mark(self._compute()))
 
     def compute_after_reduces(self) -> None:
-        self._compute(self._device).wait_event(self._mark(self._reduce))
+        self._compute().wait_event(self._mark(self._reduce))
 
     def host_after_reduces(self) -> None:
         self._reduce.synchronize()
 
     def give_back(self, buffers: Sequence[Releasable], late: bool, limited: bool) -> None:
-        compute = self._compute(self._device)
+        compute = self._compute()
         if not limited:
             for buffer in buffers:
                 buffer.flat.record_stream(compute)
@@ -158,6 +170,14 @@ class AcceleratorLines(HostLines):
                 buffer.release()
 
 
+def _stream_number(device: torch.device) -> Callable[[], int | None]:
+    """What tells the number of the current stream, or None where torch has no way to ask."""
+    ask = getattr(torch._C, f"_{device.type}_getCurrentRawStream", None)
+    if ask is None or device.index is None:
+        return lambda: None
+    return functools.partial(ask, device.index)
+
+
 _lines: dict[torch.device, HostLines] = {}
 
 
@@ -165,6 +185,6 @@ def lines_for(device: torch.device) -> HostLines:
     """The lines of ``device``; all units on a device share them."""
     lines = _lines.get(device)
     if lines is None:
-        lines = HostLines() if device.type in ("cpu", "meta") else AcceleratorLines(device)
-        _lines[device] = lines
+        on_host = device.type in ("cpu", "meta")
+        lines = _lines[device] = HostLines(device) if on_host else AcceleratorLines(device)
     return lines

@@ -18,6 +18,7 @@ from ..api import ShardingStrategy, adopt
 from .buffers import FullBuffer, StandingBuffer
 from .layout import FlatParamShardMetadata, Layout, Piece, alignment_elements
 from .places import Place, find_places
+from .presence import Marks, marks_at, piece_starts
 from .tensor_parallel import Distribution, distributions_of, local_part
 
 #: Environment variables, by the names under which programs look them up.
@@ -25,6 +26,9 @@ _FSDP_SKIP_WRITEBACK_CHECK = "FSDP_SKIP_WRITEBACK_CHECK"
 _FSDP_USE_FULL_PREC_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 
 HandleShardingStrategy = ShardingStrategy
+
+#: Combinations of gradients that are there and not for which marks are kept.
+_PATTERNS_KEPT = 64
 
 
 class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
@@ -104,7 +108,7 @@ class FlatParamHandle:
         self.rank: int = process_group.rank() if shards else 0
         self._mixed_precision = (mp_param_dtype, mp_reduce_dtype)
         self._buffers: dict[tuple[torch.dtype, bool], FullBuffer] = {}
-        self._all_present: torch.Tensor | None = None
+        self._marks: dict[tuple[bool, ...] | None, Marks] = {}
         if places is None:
             places = find_places(fully_sharded_module, self.params)
         self.places = [places[p] for p in self.params]
@@ -372,24 +376,17 @@ class FlatParamHandle:
     def forget_buffers(self) -> None:
         """Make new buffers at the next use."""
         self._buffers.clear()
-        self._all_present = None
+        self._marks.clear()
 
-    def presence(self, present: Sequence[bool]) -> torch.Tensor:
-        """Where in the whole buffer each rank's piece of each ``present`` parameter begins."""
-        if all(present):
-            if self._all_present is None:
-                self._all_present = self._piece_starts(present)
-            return self._all_present
-        return self._piece_starts(present)
-
-    def _piece_starts(self, present: Sequence[bool]) -> torch.Tensor:
-        starts: list[int] = []
-        for slot, is_present in zip(self.layout.slots, present, strict=True):
-            if is_present and slot.numel:
-                size = self.layout.shard_numel
-                boundaries = range((slot.offset // size + 1) * size, slot.end, size)
-                starts += [slot.offset, *boundaries]
-        return torch.tensor(starts, dtype=torch.long, device=self.device)
+    def presence(self, present: tuple[bool, ...] | None) -> Marks:
+        """Where to mark the gradients that are ``present``; None for all of them."""
+        marks = self._marks.get(present)
+        if marks is None:
+            if len(self._marks) >= _PATTERNS_KEPT:
+                self._marks.clear()
+            starts = piece_starts(self.layout, present)
+            marks = self._marks[present] = marks_at(starts, self.dtypes.reduce, self.device)
+        return marks
 
     def gather_input(self, buffer: FullBuffer) -> torch.Tensor:
         """What this rank contributes to a gather into ``buffer``, in its dtype, on its device."""
@@ -425,12 +422,13 @@ class FlatParamHandle:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a handle is, without the views and buffers that follow from it."""
-        derived = ("_buffers", "sharded", "_containers", "_keys", "_visible", "watched")
+        derived = ("_buffers", "_marks", "sharded", "_containers", "_keys", "_visible", "watched")
         return {key: value for key, value in self.__dict__.items() if key not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._buffers = {}
+        self._marks = {}
         self.flat_param.data = self.shard_tensor
         self.rebind()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,24 @@ class Staged(NamedTuple):
     def release(self) -> None:
         if self.handle.is_sharded:
             self.handle.buffer(self.flat.dtype, reduce=True).release()
+
+
+class Own(NamedTuple):
+    """A group's full gradients, of which no other rank has a part."""
+
+    handle: FlatParamHandle
+    gradients: Gradients
+
+    def deliver(self) -> None:
+        """Put them on the parameters that the optimizer holds."""
+        handle = self.handle
+        dtype = handle.dtypes.reduce if handle.keep_low_precision_grads else handle.dtypes.shard
+        device = handle.shard_tensor.device
+        pairs = zip(handle.params, self.gradients, strict=True)
+        _add(handle, [(p, g.to(device, dtype)) for p, g in pairs if g is not None])
+
+    def release(self) -> None:
+        """Nothing but the gradients themselves is held."""
 
 
 class Average(NamedTuple):
@@ -72,17 +90,19 @@ def stage(handle: FlatParamHandle, gradients: Gradients, trainable: Sequence[boo
     if gaps and not handle.use_orig_params:
         torch._foreach_zero_(gaps)
     present = [gradient for gradient in gradients if gradient is not None]
+    pattern: tuple[bool, ...] | None = None
     absent: list[int] = []
     if len(present) < len(gradients):
-        absent = [index for index, gradient in enumerate(gradients) if gradient is None]
+        pattern = tuple(gradient is not None for gradient in gradients)
+        absent = [index for index, is_there in enumerate(pattern) if not is_there]
         for index in absent:
             as_real(places[index]).fill_(-0.0)
         places = [p for p, g in zip(places, gradients, strict=True) if g is not None]
         absent = [index for index in absent if trainable[index]]
     _copy(places, present)
     if handle.use_orig_params and present:
-        starts = handle.presence([gradient is not None for gradient in gradients])
-        flat.index_add_(0, starts, torch.zeros_like(starts, dtype=dtype))
+        marks = handle.presence(pattern)
+        flat.index_add_(0, marks.starts, marks.zeros)
     return Staged(handle, flat, absent)
 
 
@@ -97,22 +117,37 @@ def _copy(places: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         torch._foreach_copy_(places, dense)
 
 
-def reduce(staged: Staged, average: Average, unit: str) -> torch.Tensor:
-    """The mean of the staged gradients over all ranks: this rank's shard of it, or all of it."""
+class Reducing(NamedTuple):
+    """Staged gradients that are being summed over the ranks that share the shards."""
+
+    staged: Staged
+    average: Average
+    unit: str
+    sum: torch.Tensor
+    await_sum: Callable[[], None]
+
+    def finish(self) -> torch.Tensor:
+        """The mean over all ranks: this rank's shard of it, or all of it."""
+        self.await_sum()
+        if self.average.copies is not None:
+            self.average.copies.all_reduce(self.sum, self.unit)
+        if self.average.after != 1.0:
+            self.sum.div_(self.average.after)
+        return self.sum
+
+
+def start_reduce(staged: Staged, average: Average, unit: str) -> Reducing:
+    """Begin to reduce staged gradients."""
     handle, flat = staged.handle, staged.flat
     if average.before != 1.0:
         flat.div_(average.before)
     if handle.is_sharded:
-        reduced = torch.empty(handle.layout.shard_numel, dtype=flat.dtype, device=flat.device)
-        average.shards.reduce_scatter(reduced, flat, unit)
+        total = torch.empty(handle.layout.shard_numel, dtype=flat.dtype, device=flat.device)
+        await_sum = average.shards.start_reduce_scatter(total, flat, unit)
     else:
-        average.shards.all_reduce(flat, unit)
-        reduced = flat
-    if average.copies is not None:
-        average.copies.all_reduce(reduced, unit)
-    if average.after != 1.0:
-        reduced.div_(average.after)
-    return reduced
+        total = flat
+        await_sum = average.shards.start_all_reduce(flat, unit)
+    return Reducing(staged, average, unit, total, await_sum)
 
 
 class Maybe(NamedTuple):
@@ -139,14 +174,6 @@ def deliver(handle: FlatParamHandle, reduced: torch.Tensor, absent: Sequence[int
     missing = set(absent)
     _add(handle, [(handle.params[i], piece) for i, piece in cut if i not in missing])
     return [Maybe(handle, i, piece) for i, piece in cut if i in missing]
-
-
-def deliver_own(handle: FlatParamHandle, gradients: Gradients) -> None:
-    """Put this rank's gradients on the parameters as they are: there is no other rank."""
-    dtype = handle.dtypes.reduce if handle.keep_low_precision_grads else handle.dtypes.shard
-    device = handle.shard_tensor.device
-    pairs = zip(handle.params, gradients, strict=True)
-    _add(handle, [(p, g.to(device, dtype)) for p, g in pairs if g is not None])
 
 
 def settle(undecided: Sequence[Maybe]) -> None:

@@ -19,6 +19,7 @@ class Progress:
 
     __slots__ = (
         "active",
+        "asked_for",
         "birth",
         "held",
         "inputs_tell",
@@ -35,6 +36,8 @@ class Progress:
         self.active = 0
         #: Gathered ahead of its use.
         self.prefetched = False
+        #: Gathered because the user asked for it; what its parameters' versions were then.
+        self.asked_for: list[int] | None = None
         #: Left gathered by a backward inside ``no_sync``: its content is still right.
         self.kept = False
         #: Left gathered by a backward with ``create_graph``, for the backward that follows.

@@ -47,6 +47,8 @@ class Schedule:
         self._cursor = 0
         self._out: dict[Unit, None] = {}
         self._pending: Unit | None = None
+        #: The unit whose gradients a host reduces behind what it computes.
+        self._in_flight: Unit | None = None
         self._reduced: dict[Unit, None] = {}
         self._with_local_gradients: dict[Unit, None] = {}
         self._kept_versions: list[int] | None = None
@@ -74,6 +76,44 @@ class Schedule:
         # What comes next may gather, and an optimizer may have just given compute its step.
         self._lines.gather_after_compute()
 
+    # -- on the user's word -------------------------------------------------------------------
+
+    def unshard(self, unit: Unit) -> None:
+        """Begin to gather a unit ahead of its use; inside a pass, as prefetching would."""
+        if unit.summoned:
+            return
+        if not self.is_idle:
+            self._prefetch(unit, exact=False)
+            return
+        self._break_off_backward(self._backward)
+        if unit.shows_full or self._progress[unit].asked_for is not None:
+            return
+        unit.write_back()
+        unit.shards.begin_pass("unshard", unit.name)
+        self._lines.gather_after_compute()
+        self._prefetch(unit, exact=False)
+        progress = self._progress[unit]
+        progress.prefetched = False
+        progress.asked_for = unit.versions()
+
+    def finish_unshard(self, unit: Unit) -> None:
+        """Show what :meth:`unshard` gathers, between passes."""
+        if self.is_idle and self._progress[unit].asked_for is not None and not unit.shows_full:
+            unit.finish_gather()
+            unit.show_full(tracked=torch.is_grad_enabled())
+            unit.remember_values()
+
+    def reshard(self, unit: Unit) -> None:
+        """Give a unit's full parameters back; what was done to them since is kept."""
+        progress = self._progress[unit]
+        if unit.summoned or progress.active or progress.task is not None:
+            raise RuntimeError(
+                f"Unit {unit.name!r} computes with its full parameters now, or summon_full_params "
+                "shows them: reshard() it afterwards"
+            )
+        if unit in self._out:
+            self._abandon_full(unit)
+
     # -- forward ------------------------------------------------------------------------------
 
     def enter(self, unit: Unit) -> None:
@@ -93,8 +133,11 @@ class Schedule:
         self._order.append(unit)
         if not unit.shows_full:
             unit.write_back()
+        if progress.prefetched:
+            # Its gather was a guess; that all ranks run the unit has yet to be seen.
+            unit.shards.agree("run", unit.name)
         self._gather(unit, exact)
-        if unit.options.forward_prefetch:
+        if self._prefetches_forward(unit):
             self._prefetch_forward(exact)
         tracked = torch.is_grad_enabled()
         unit.show_full(tracked)
@@ -132,7 +175,7 @@ class Schedule:
             unit.show_sharded()
         elif not (tracked or hidden):
             self._shelve(unit)
-        elif unit.options.frees_after_forward and not hidden:
+        elif (unit.options.frees_after_forward or unit.holds_a_copy) and not hidden:
             if self._depth == 1:
                 # The first to be needed in backward: hide, but do not free.
                 unit.show_sharded()
@@ -206,7 +249,11 @@ class Schedule:
         for other in [*self._out]:
             # Gathered for a backward that has not come; the parameters may have changed since.
             progress = self._progress[other]
-            if changed or not (progress.kept or progress.pinned):
+            if progress.asked_for is not None:
+                stays = progress.asked_for == other.versions()
+            else:
+                stays = (progress.kept or progress.pinned) and not changed
+            if not stays:
                 self._abandon_full(other)
         self._lines.gather_after_compute()
         self._previous_order, self._order = self._order, []
@@ -217,7 +264,20 @@ class Schedule:
 
     def _versions(self) -> list[int]:
         """Counts of in-place changes to the parameters, by which kept full ones are checked."""
-        return [p._version for unit in self.units for h in unit.handles for p in h.watched]
+        return [version for unit in self.units for version in unit.versions()]
+
+    def _prefetches_forward(self, unit: Unit) -> bool:
+        """Whether the next unit is gathered while this one computes.
+
+        An accelerator overlaps what it is given without being told. A host does not: it gathers
+        ahead where that takes no more memory than the unit takes anyway, since backward gathers
+        ahead or nothing is freed before it.
+        """
+        options = unit.options
+        if options.forward_prefetch or self._lines.runs_ahead:
+            return options.forward_prefetch
+        ahead = options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+        return ahead or (options.keeps_full_after_forward and torch.is_grad_enabled())
 
     def _prefetch_forward(self, exact: bool) -> None:
         position = len(self._order) - 1
@@ -257,7 +317,8 @@ class Schedule:
 
     def _on_output_gradient(self, unit: Unit, exact: bool, call: Call | None, _: Any) -> None:
         self._enter_backward()
-        self._carry_out_reduce()
+        if not self._lines.runs_ahead:
+            self._carry_out_reduce()
         progress = self._progress[unit]
         if call is not None and call.reached_in != self._backward:
             call.reached_in = self._backward
@@ -279,6 +340,9 @@ class Schedule:
 
     def _take_gradients(self, unit: Unit, gradients: Sequence[Gradients]) -> None:
         self._carry_out_reduce()
+        if self._in_flight is unit:
+            # A second part of the unit's gradients: its reduce buffer must be free again.
+            self._carry_out_reduce()
         progress = self._progress[unit]
         if progress.task is not None and progress.task != torch._C._current_graph_task_id():
             # A reentrant checkpoint inside the unit: a part of its backward, in a graph of its
@@ -323,13 +387,23 @@ class Schedule:
             self._shelve(unit)
 
     def _carry_out_reduce(self) -> None:
-        """Reduce what the last unit staged; on an accelerator, free what it reduced from."""
+        """Reduce what the last unit staged; on an accelerator, free what it reduced from.
+
+        There the reduce was given out at once, and had until now, the next unit's whole backward,
+        to overlap with.
+        """
         unit, self._pending = self._pending, None
+        if self._in_flight is not None:
+            in_flight, self._in_flight = self._in_flight, None
+            in_flight.finish_reduces()
         if unit is None:
             return
         if self._lines.runs_ahead:
             self._lines.compute_after_reduces()
             unit.finish_reduce()
+        elif unit.may_reduce_behind_compute:
+            self._in_flight = unit
+            unit.start_reduces()
         else:
             unit.reduce_staged()
 
@@ -354,6 +428,8 @@ class Schedule:
 
     def _finish_backward(self) -> None:
         self._carry_out_reduce()
+        if self._in_flight is not None:
+            self._carry_out_reduce()
         for unit in [*self._with_local_gradients]:
             if unit.synchronizes:
                 unit.stage_kept_gradients()
@@ -385,7 +461,7 @@ class Schedule:
                 return
             for unit in self._reduced:
                 unit.drop_gradients()
-            self._pending = None
+            self._pending = self._in_flight = None
             self._reduced.clear()
             self._end_backward()
 
@@ -413,6 +489,7 @@ class Schedule:
         unit.finish_gather()
         progress = self._progress[unit]
         progress.prefetched = progress.kept = False
+        progress.asked_for = None
         self._out[unit] = None
 
     def _prefetch(self, unit: Unit, exact: bool) -> None:
@@ -438,6 +515,7 @@ class Schedule:
         """Back to sharded: what every unit is outside of its compute."""
         progress = self._progress[unit]
         progress.prefetched = progress.kept = progress.pinned = False
+        progress.asked_for = None
         self._out.pop(unit, None)
         unit.show_sharded()
         options = unit.options

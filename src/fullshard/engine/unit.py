@@ -82,8 +82,8 @@ class Unit:
         self.handles = list(handles)
         self.shards = shards
         self.copies = copies
-        self.device = device
         self.options = options
+        self.device = device
         self.state = State.SHARDED
         self.shows_full = False
         #: Whether the gathered parameters are in the shards' own precision.
@@ -97,6 +97,9 @@ class Unit:
         #: What the ranks vote on at the end of a backward whose gradients a hook reduced.
         self.ballots: list[Ballot] = []
         self._works: list[Any] = []
+        #: Whether the gather in flight fills a buffer without a collective.
+        self._copies_shards = False
+        self._averages: dict[torch.dtype, flow.Average] = {}
         #: The full buffers in use, one per group; empty while sharded.
         self.gathered: list[FullBuffer] = []
         #: Whether full parameters are shown by ``summon_full_params``.
@@ -106,8 +109,9 @@ class Unit:
         self._nodes: dict[Any, tuple[ParameterNode | None, list[list[torch.Tensor]]]] = {}
         self._changes: list[int] = []
         self._undecided: list[flow.Maybe] = []
-        self._staged: list[flow.Staged] = []
-        self._reducing: list[flow.Staged] = []
+        self._staged: list[flow.Staged | flow.Own] = []
+        self._reducing: list[flow.Staged | flow.Own] = []
+        self._in_flight: list[flow.Reducing] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: what a unit is, without what it is in the middle of."""
@@ -116,13 +120,25 @@ class Unit:
             "on_gradients": None,
             "ballots": [],
             "_works": [],
+            "_averages": {},
             "gathered": [],
             "_nodes": {},
             "_changes": [],
             "_undecided": [],
             "_staged": [],
             "_reducing": [],
+            "_in_flight": [],
         }
+
+    @property
+    def device(self) -> torch.device:
+        """Where the unit computes."""
+        return self._device
+
+    @device.setter
+    def device(self, device: torch.device) -> None:
+        self._device = device
+        self.lines = lines_for(device)
 
     @property
     def world_size(self) -> int:
@@ -143,6 +159,10 @@ class Unit:
     def has_trainable(self) -> bool:
         return any(any(handle.trainable) for handle in self.handles)
 
+    def versions(self) -> list[int]:
+        """Counts of in-place changes to the parameters that the user holds."""
+        return [p._version for handle in self.handles for p in handle.watched]
+
     def forget_views(self) -> None:
         """Drop what was derived from buffers that no longer exist."""
         self._nodes.clear()
@@ -153,19 +173,21 @@ class Unit:
         """Begin to fill the full buffers; no-op when they are full or being filled."""
         if self.state is not State.SHARDED:
             return
-        lines = lines_for(self.device)
+        lines = self.lines
         self.exact = exact
         self.gathered = [handle.buffer(self._dtype(handle, exact)) for handle in self.handles]
         outputs: list[torch.Tensor] = []
         inputs: list[torch.Tensor] = []
+        self._copies_shards = False
         lines.take_again(self.gathered)
         lines.gather_may_write()
         with lines.on_gather(), torch.no_grad():
             for handle, buffer in zip(self.handles, self.gathered, strict=True):
                 buffer.allocate()
                 if handle.layout.world_size == 1:
-                    if buffer.flat is not handle.shard_tensor:
+                    if not buffer.is_standing:
                         handle.gather_input(buffer)
+                        self._copies_shards = True
                 elif handle.layout.padded_numel > 0:
                     inputs.append(handle.gather_input(buffer))
                     outputs.append(buffer.alias)
@@ -177,20 +199,26 @@ class Unit:
         """Make the full buffers usable by compute."""
         if self.state is not State.GATHERING:
             return
-        lines = lines_for(self.device)
-        if self._works:
-            with lines.on_gather():
+        if self._copies_shards:
+            with self.lines.on_gather():
                 self._wait()
-        if self.gathered:
-            lines.compute_after(lines.mark_gathered())
+            self.lines.compute_after_gather()
+        elif self._works:
+            # Orders compute behind the collective, which was itself ordered behind its inputs.
+            self._wait()
         self.state = State.GATHERED
+
+    @property
+    def holds_a_copy(self) -> bool:
+        """Whether what is gathered is a copy, in another precision or place, of whole shards."""
+        return not self.is_sharded and any(not buffer.is_standing for buffer in self.gathered)
 
     def release(self, late: bool = False) -> None:
         """Give the full buffers back; the module must not be showing them."""
         if self.state is State.SHARDED:
             return
         self.finish_gather()
-        lines = lines_for(self.device)
+        lines = self.lines
         lines.give_back(self.gathered, late, self.options.limit_all_gathers)
         self.gathered = []
         self.state = State.SHARDED
@@ -334,7 +362,11 @@ class Unit:
                 continue
             full = flow.take_local(handle, full)
             if self._is_alone_with(handle):
-                flow.deliver_own(handle, full)
+                own = flow.Own(handle, full)
+                if self.lines.runs_ahead:
+                    self._staged.append(own)
+                else:
+                    own.deliver()
             else:
                 self._staged.append(flow.stage(handle, full, trainable))
 
@@ -350,7 +382,7 @@ class Unit:
 
     def reduce_staged(self) -> None:
         """Reduce what is staged and put the result where the optimizer looks."""
-        lines = lines_for(self.device)
+        lines = self.lines
         staged, self._staged = self._staged, []
         if not staged:
             return
@@ -359,6 +391,9 @@ class Unit:
         self._reducing = staged if self.comm_hook is not None else []
         with lines.on_reduce(), torch.no_grad():
             for item in staged:
+                if isinstance(item, flow.Own):
+                    item.deliver()
+                    continue
                 reduced = self._reduce(item)
                 if not lines.runs_ahead:
                     item.release()
@@ -372,8 +407,40 @@ class Unit:
     def _reduce(self, item: flow.Staged) -> torch.Tensor:
         if self.comm_hook is not None:
             return reduce_with_hook(item, self.comm_hook, self.shards, self.copies, self.name)
-        average = flow.Average.over(self.shards, self.copies, item.flat.dtype)
-        return flow.reduce(item, average, self.name)
+        return self._start_reduce(item).finish()
+
+    def _start_reduce(self, item: flow.Staged) -> flow.Reducing:
+        dtype = item.flat.dtype
+        average = self._averages.get(dtype)
+        if average is None:
+            average = self._averages[dtype] = flow.Average.over(self.shards, self.copies, dtype)
+        return flow.start_reduce(item, average, self.name)
+
+    @property
+    def may_reduce_behind_compute(self) -> bool:
+        """Whether a host may sum gradients while the next unit's backward computes.
+
+        That takes a second reduce buffer, which is much where full parameters come and go, and
+        little where they stay.
+        """
+        return not self.options.frees_after_forward and self.comm_hook is None
+
+    def start_reduces(self) -> None:
+        """Begin to reduce what is staged, behind what a host computes until it is finished."""
+        staged, self._staged = self._staged, []
+        with torch.no_grad():
+            for item in staged:
+                assert isinstance(item, flow.Staged)
+                self._in_flight.append(self._start_reduce(item))
+
+    def finish_reduces(self) -> None:
+        """Put what :meth:`start_reduces` began to reduce where the optimizer looks."""
+        in_flight, self._in_flight = self._in_flight, []
+        with torch.no_grad():
+            for reducing in in_flight:
+                staged, reduced = reducing.staged, reducing.finish()
+                staged.release()
+                self._undecided += flow.deliver(staged.handle, reduced, staged.absent)
 
     def finish_reduce(self) -> None:
         """Free the reduce buffers; compute must be ordered behind the reduce."""
@@ -398,6 +465,17 @@ class Unit:
 
     def drop_gradients(self) -> None:
         """Forget what a broken-off backward left."""
+        in_flight, self._in_flight = self._in_flight, []
+        for reducing in in_flight:
+            try:
+                reducing.await_sum()
+            except BaseException:
+                # The collective may still touch this memory: let it go unfreed.
+                _lost.append(reducing)
+                reducing.staged.handle.forget_buffers()
+                self.forget_views()
+            else:
+                reducing.staged.release()
         for item in (*self._staged, *self._reducing):
             item.release()
         self._staged, self._reducing, self._undecided, self.ballots = [], [], [], []

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..engine.tensor_parallel import Distribution, is_distributed
 from ..engine.unit import Unit
-from .sharded_tensors import is_sharded, local_rows, mesh_of
+from .sharded_tensors import dtensor_of, is_sharded, local_rows, mesh_of
 
 _meshes: weakref.WeakKeyDictionary[Unit, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
@@ -52,16 +52,8 @@ def joint_placements(unit: Unit, distribution: Distribution) -> tuple[Any, ...]:
 
 def as_joint_dtensor(local: torch.Tensor, unit: Unit, distribution: Distribution) -> Any:
     """The DTensor of which ``local`` is this rank's chunk of its part."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        local,
-        joint_mesh(unit, distribution),
-        joint_placements(unit, distribution),
-        run_check=False,
-        shape=distribution.shape,
-        stride=torch.empty(distribution.shape, device="meta").stride(),
-    )
+    mesh, placements = joint_mesh(unit, distribution), joint_placements(unit, distribution)
+    return dtensor_of(local, distribution.shape, mesh, placements)
 
 
 def rows_here(value: Any, unit: Unit, distribution: Distribution | None) -> torch.Tensor | None:

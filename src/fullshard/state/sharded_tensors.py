@@ -101,13 +101,24 @@ def _placement(rank: int, device: torch.device, group: Group) -> str:
 
 def as_dtensor(local: torch.Tensor, shape: Sequence[int], mesh: Any) -> Any:
     """The DTensor of which ``local`` is this rank's chunk; copies across a second dimension."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import Replicate, Shard
 
-    placements = [Replicate(), Shard(0)] if mesh.ndim == 2 else [Shard(0)]
+    placements = (Replicate(), Shard(0)) if mesh.ndim == 2 else (Shard(0),)
+    return dtensor_of(local, shape, mesh, placements)
+
+
+def dtensor_of(local: torch.Tensor, shape: Sequence[int], mesh: Any, placements: Any) -> Any:
+    """A DTensor around ``local``, which stays where it is, on the host, too.
+
+    ``DTensor.from_local`` would move it to the devices of the mesh.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
     stride = torch.empty(tuple(shape), device="meta").stride()
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def empty_like(value: Any, dtype: torch.dtype) -> Any:
@@ -118,7 +129,8 @@ def empty_like(value: Any, dtype: torch.dtype) -> Any:
         local = torch.empty(mine, dtype=dtype)
         return as_sharded_tensor(local, shape, group_for(value._process_group))
     if hasattr(value, "to_local"):
-        return torch.empty_like(value, dtype=dtype)
+        local = torch.empty(value.to_local().shape, dtype=dtype)
+        return dtensor_of(local, value.shape, value.device_mesh, value.placements)
     return torch.empty(value.shape, dtype=dtype)
 
 
