@@ -43,7 +43,7 @@ from .facts import UnitFacts
 from .grad.clip import clip_grad_norm
 from .grad.hooks import register
 from .state.full_params import summon
-from .state.initialize import check_initializable, holds_meta, materialize
+from .state.initialize import check_initializable, forget, holds_meta, materialize
 from .state.state_dicts import StateDicts
 from .wrap import (
     collector_paused,
@@ -201,7 +201,8 @@ class FullyShardedDataParallel(StateDicts, UnitFacts):
         device = compute_device(parameters, device_id, offload, groups.shards.rank())
         if not parameters and device_id is None:
             device = next((w._unit.device for w in nested if w._unit.handles), device)
-        if any(p.is_meta for p in parameters) or any(holds_meta(m, managed) for m in modules):
+        deferred = [p for p in parameters if p.is_meta]
+        if deferred or any(holds_meta(m, managed) for m in modules):
             check_initializable(module, modules, managed, param_init_fn)
             materialize(module, modules, managed, device, param_init_fn)
             parameters = managed_parameters(module, ignored, is_unit)
@@ -215,6 +216,8 @@ class FullyShardedDataParallel(StateDicts, UnitFacts):
                 broadcast_states(parameters, buffers, group_for(group), type(module).__name__)
         order = {m: tuple(m._parameters) for m in modules}
         self._unit = build_unit(module, parameters, groups, device, self.cpu_offload, options)
+        if not options.use_orig_params:
+            forget(deferred)
         self._buffer_precision = BufferPrecision(modules, self.mixed_precision.buffer_dtype)
         self._keep_state(modules, order, filter(is_unit, module.modules()))
 
