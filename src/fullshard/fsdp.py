@@ -10,7 +10,7 @@ import functools
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -40,8 +40,7 @@ from .engine.suitability import (
 )
 from .engine.unit import UnitOptions
 from .facts import UnitFacts
-from .grad.clip import clip_grad_norm
-from .grad.hooks import register
+from .gradient_methods import GradientMethods
 from .state.full_params import summon
 from .state.initialize import check_initializable, forget, holds_meta, materialize
 from .state.state_dicts import StateDicts
@@ -58,7 +57,7 @@ from .wrap import (
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(StateDicts, UnitFacts):
+class FullyShardedDataParallel(GradientMethods, StateDicts, UnitFacts):
     """Shards a module's parameters, gradients and optimizer state over data-parallel ranks.
 
     >>> model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
@@ -356,24 +355,6 @@ class FullyShardedDataParallel(StateDicts, UnitFacts):
             self._start()
         return bool(self._is_root)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Generator[None, None, None]:
-        """Gradients of backwards inside stay local and whole; the next one outside reduces all."""
-        units = [m._unit for m in self.fsdp_modules(self)]
-        before = [unit.synchronizes for unit in units]
-        for unit in units:
-            unit.synchronizes = False
-        try:
-            yield
-        finally:
-            for unit, synchronizes in zip(units, before, strict=True):
-                unit.synchronizes = synchronizes
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Switch what :meth:`no_sync` switches, without a context."""
-        for module in self.fsdp_modules(self):
-            module._unit.synchronizes = requires_gradient_sync
-
     @staticmethod
     def summon_full_params(
         module: nn.Module,
@@ -401,31 +382,6 @@ class FullyShardedDataParallel(StateDicts, UnitFacts):
             offload_to_cpu=offload_to_cpu,
             with_grads=with_grads,
         )
-
-    def clip_grad_norm_(
-        self, max_norm: float | torch.Tensor, norm_type: float = 2.0
-    ) -> torch.Tensor:
-        """Scale gradients so that the norm of all of the model's is at most ``max_norm``.
-
-        Returns the norm before scaling, equal on all ranks. To be called on the root, by all
-        ranks, between backward and the optimizer's step.
-        """
-        schedule = self._schedule or self._start()
-        units = [m._unit for m in self.fsdp_modules(self)]
-        return clip_grad_norm(self, schedule, units, max_norm, norm_type)
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Have ``hook`` average the gradients of all units, in place of the engine.
-
-        Called as ``hook(state, gradient, shard)`` with a unit's whole flat gradient and the tensor
-        in which to leave this rank's shard of the average; as ``hook(state, gradient)``, in place,
-        under ``NO_SHARD``. Under the hybrid strategies the hook averages inside the sharding group
-        and the engine over the copies. See :mod:`fullshard.grad.hooks` for compressing ones.
-        """
-        if not self.check_is_root():
-            raise AssertionError("register_comm_hook can only be called on a root instance.")
-        schedule = self._schedule or self._start()
-        register([m._unit for m in self.fsdp_modules(self)], schedule, state, hook)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """``nn.Module.apply`` with full parameters in place; changes are kept."""
