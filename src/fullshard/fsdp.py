@@ -10,7 +10,7 @@ import functools
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -41,10 +41,9 @@ from .engine.suitability import (
 from .engine.tensor_parallel import localize
 from .engine.unit import Unit, UnitOptions
 from .facts import UnitFacts
-from .grad.clip import clip_grad_norm
-from .grad.hooks import register
+from .gradient_methods import GradientMethods
 from .state.full_params import summon
-from .state.initialize import check_initializable, holds_meta, materialize
+from .state.initialize import check_initializable, forget, holds_meta, materialize
 from .state.optim_state_dicts import OptimStateDicts
 from .state.state_dicts import StateDicts
 from .wrap import (
@@ -60,7 +59,7 @@ from .wrap import (
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(StateDicts, OptimStateDicts, UnitFacts):
+class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, UnitFacts):
     """Shards a module's parameters, gradients and optimizer state over data-parallel ranks.
 
     >>> model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
@@ -203,7 +202,8 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts, UnitFacts):
         device = compute_device(parameters, device_id, offload, groups.shards.rank())
         if not parameters and device_id is None:
             device = next((w._unit.device for w in nested if w._unit.handles), device)
-        if any(p.is_meta for p in parameters) or any(holds_meta(m, managed) for m in modules):
+        deferred = [p for p in parameters if p.is_meta]
+        if deferred or any(holds_meta(m, managed) for m in modules):
             check_initializable(module, modules, managed, param_init_fn)
             materialize(module, modules, managed, device, param_init_fn)
             parameters = managed_parameters(module, ignored, is_unit)
@@ -220,6 +220,8 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts, UnitFacts):
         self._unit = build_unit(
             module, parameters, distributions, groups, device, self.cpu_offload, options
         )
+        if not options.use_orig_params:
+            forget(deferred)
         self._buffer_precision = BufferPrecision(modules, self.mixed_precision.buffer_dtype)
         self._keep_state(modules, order, filter(is_unit, module.modules()))
 
@@ -370,24 +372,6 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts, UnitFacts):
             self._start()
         return bool(self._is_root)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Generator[None, None, None]:
-        """Gradients of backwards inside stay local and whole; the next one outside reduces all."""
-        units = [m._unit for m in self.fsdp_modules(self)]
-        before = [unit.synchronizes for unit in units]
-        for unit in units:
-            unit.synchronizes = False
-        try:
-            yield
-        finally:
-            for unit, synchronizes in zip(units, before, strict=True):
-                unit.synchronizes = synchronizes
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Switch what :meth:`no_sync` switches, without a context."""
-        for module in self.fsdp_modules(self):
-            module._unit.synchronizes = requires_gradient_sync
-
     @staticmethod
     def summon_full_params(
         module: nn.Module,
@@ -438,31 +422,6 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts, UnitFacts):
         """Give this wrapper's full parameters back; changes made to them since are kept."""
         if self._schedule is not None:
             self._schedule.reshard(self._unit)
-
-    def clip_grad_norm_(
-        self, max_norm: float | torch.Tensor, norm_type: float = 2.0
-    ) -> torch.Tensor:
-        """Scale gradients so that the norm of all of the model's is at most ``max_norm``.
-
-        Returns the norm before scaling, equal on all ranks. To be called on the root, by all
-        ranks, between backward and the optimizer's step.
-        """
-        schedule = self._schedule or self._start()
-        units = [m._unit for m in self.fsdp_modules(self)]
-        return clip_grad_norm(self, schedule, units, max_norm, norm_type)
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Have ``hook`` average the gradients of all units, in place of the engine.
-
-        Called as ``hook(state, gradient, shard)`` with a unit's whole flat gradient and the tensor
-        in which to leave this rank's shard of the average; as ``hook(state, gradient)``, in place,
-        under ``NO_SHARD``. Under the hybrid strategies the hook averages inside the sharding group
-        and the engine over the copies. See :mod:`fullshard.grad.hooks` for compressing ones.
-        """
-        if not self.check_is_root():
-            raise AssertionError("register_comm_hook can only be called on a root instance.")
-        schedule = self._schedule or self._start()
-        register([m._unit for m in self.fsdp_modules(self)], schedule, state, hook)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """``nn.Module.apply`` with full parameters in place; changes are kept."""

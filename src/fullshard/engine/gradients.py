@@ -263,7 +263,7 @@ def keep_local(handle: FlatParamHandle, gradients: Gradients) -> None:
             continue
         if parameter.grad is None:
             # A copy: autograd may hand the same tensor to somebody else as well.
-            set_gradient(parameter, gradient.clone())
+            set_gradient(parameter, gradient.to_dense() if gradient.is_sparse else gradient.clone())
         else:
             parameter.grad.add_(gradient)
 

@@ -34,7 +34,7 @@ def warn_of_container(module: nn.Module) -> None:
     if isinstance(module, _CONTAINERS):
         warnings.warn(
             "FSDP will not all-gather parameters for containers that do not implement forward: "
-            f"{module}",
+            f"{type(module).__name__} of {len(module)} modules. Wrap what is in it",
             UserWarning,
             stacklevel=4,
         )

@@ -75,6 +75,12 @@ def materialize(
     _check_initialized(root, modules, managed)
 
 
+def forget(parameters: Iterable[nn.Parameter]) -> None:
+    """Give back the memory of parameters that a flat one has replaced, whoever holds them."""
+    for parameter in parameters:
+        parameter.data = parameter.data.new_empty(0)
+
+
 def _own(module: nn.Module) -> Iterator[nn.Parameter | None]:
     return iter(module._parameters.values())
 

@@ -1,0 +1,73 @@
+"""What a wrapper offers for gradients: when they are reduced, by what, and how they are clipped."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .engine.schedule import Schedule
+from .engine.unit import Unit
+from .grad.clip import clip_grad_norm
+from .grad.hooks import register
+
+
+class GradientMethods(nn.Module):
+    """The public methods of the wrapper that concern gradients."""
+
+    _schedule: Schedule | None
+    _unit: Unit
+
+    if TYPE_CHECKING:
+
+        def check_is_root(self) -> bool: ...
+        def _start(self) -> Schedule: ...
+
+    def _units(self) -> list[Unit]:
+        """The units below, this wrapper's own first."""
+        return [m._unit for m in self.modules() if isinstance(m, GradientMethods)]
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Gradients of backwards inside stay local and whole; the next one outside reduces all."""
+        units = self._units()
+        before = [unit.synchronizes for unit in units]
+        for unit in units:
+            unit.synchronizes = False
+        try:
+            yield
+        finally:
+            for unit, synchronizes in zip(units, before, strict=True):
+                unit.synchronizes = synchronizes
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Switch what :meth:`no_sync` switches, without a context."""
+        for unit in self._units():
+            unit.synchronizes = requires_gradient_sync
+
+    def clip_grad_norm_(
+        self, max_norm: float | torch.Tensor, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scale gradients so that the norm of all of the model's is at most ``max_norm``.
+
+        Returns the norm before scaling, equal on all ranks. To be called on the root, by all
+        ranks, between backward and the optimizer's step.
+        """
+        schedule = self._schedule or self._start()
+        return clip_grad_norm(self, schedule, self._units(), max_norm, norm_type)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Have ``hook`` average the gradients of all units, in place of the engine.
+
+        Called as ``hook(state, gradient, shard)`` with a unit's whole flat gradient and the tensor
+        in which to leave this rank's shard of the average; as ``hook(state, gradient)``, in place,
+        under ``NO_SHARD``. Under the hybrid strategies the hook averages inside the sharding group
+        and the engine over the copies. See :mod:`fullshard.grad.hooks` for compressing ones.
+        """
+        if not self.check_is_root():
+            raise AssertionError("register_comm_hook can only be called on a root instance.")
+        schedule = self._schedule or self._start()
+        register(self._units(), schedule, state, hook)

@@ -1,0 +1,196 @@
+"""summon_full_params: what each argument does, where it may be used, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.original.training import (
+    MODES,
+    Net,
+    assert_at_rest,
+    assert_same_parameters,
+    average_gradients,
+    blocks_policy,
+    build,
+    full_parameters,
+    train_step,
+)
+from torch import nn
+
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import MixedPrecision, ShardingStrategy
+from fullshard.testing import ranks
+
+with_both_modes = pytest.mark.parametrize("use_orig_params", [False, True])
+
+
+def wrap(use_orig_params: bool = True, bare: nn.Module | None = None) -> FSDP:
+    return FSDP(
+        bare or build(Net), auto_wrap_policy=blocks_policy(), use_orig_params=use_orig_params
+    )
+
+
+def shapes(module: nn.Module) -> list[torch.Size]:
+    return [parameter.shape for parameter in module.parameters()]
+
+
+@with_both_modes
+@ranks(2)
+def test_without_recursion_nested_units_stay_sharded(use_orig_params: bool) -> None:
+    model, bare = wrap(use_orig_params), build(Net)
+    sharded = [shapes(block) for block in model.blocks]
+
+    with FSDP.summon_full_params(model, recurse=False):
+        assert shapes(model.head) == shapes(bare.head)
+        assert [shapes(block) for block in model.blocks] == sharded
+
+    assert_at_rest(model)
+
+
+@with_both_modes
+@ranks(2)
+def test_a_module_around_units_and_a_unit_inside_can_be_summoned(use_orig_params: bool) -> None:
+    bare = build(Net)
+    around = nn.Sequential(wrap(use_orig_params), wrap(use_orig_params))
+
+    with FSDP.summon_full_params(around):
+        assert shapes(around) == shapes(bare) * 2
+    with FSDP.summon_full_params(around, recurse=False):
+        assert shapes(around[0].head) != shapes(bare.head)
+    with FSDP.summon_full_params(around[1].blocks[2]):
+        assert shapes(around[1].blocks[2]) == shapes(bare.blocks[2])
+        assert shapes(around[1].blocks[1]) != shapes(bare.blocks[1])
+
+
+@pytest.mark.parametrize("writeback", [False, True])
+@pytest.mark.parametrize(("strategy", "use_orig_params"), MODES)
+@ranks(2)
+def test_changes_are_kept_or_discarded_as_asked(
+    strategy: ShardingStrategy, use_orig_params: bool, writeback: bool
+) -> None:
+    bare = build(Net)
+    model = FSDP(
+        copy.deepcopy(bare),
+        auto_wrap_policy=blocks_policy(),
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+    is_sharded = strategy is not ShardingStrategy.NO_SHARD
+
+    with FSDP.summon_full_params(model, writeback=writeback), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+
+    if writeback or not is_sharded:
+        with torch.no_grad():
+            for parameter in bare.parameters():
+                parameter.add_(1)
+    assert_same_parameters(bare, model)
+
+
+@with_both_modes
+@ranks(2)
+def test_other_ranks_keep_seeing_their_shards_when_rank_0_alone_is_asked_for(
+    use_orig_params: bool,
+) -> None:
+    model, bare = wrap(use_orig_params), build(Net)
+    sharded = shapes(model)
+
+    with FSDP.summon_full_params(model, rank0_only=True, writeback=False):
+        assert shapes(model) == (shapes(bare) if dist.get_rank() == 0 else sharded)
+
+    train_step(model, 0)
+
+
+@ranks(2)
+def test_gradients_are_shown_whole_and_their_changes_are_kept() -> None:
+    bare, model = build(Net), wrap()
+    for each in (bare, model):
+        train_step(each, 0)
+    average_gradients(bare)
+
+    with FSDP.summon_full_params(model, with_grads=True):
+        for parameter, expected in zip(model.parameters(), bare.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, expected.grad)
+            parameter.grad.mul_(2)
+
+    for parameter in bare.parameters():
+        parameter.grad.mul_(2)
+    for each in (bare, model):
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    assert_same_parameters(bare, model)
+
+
+@ranks(2)
+def test_full_parameters_are_in_full_precision_and_buffers_are_not() -> None:
+    class Buffered(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("offset", torch.zeros(5))
+
+    low = torch.bfloat16
+    model = FSDP(build(Buffered), mixed_precision=MixedPrecision(low, buffer_dtype=low))
+    model(torch.ones(2, 5, device=model.compute_device))
+
+    with FSDP.summon_full_params(model):
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        assert model.offset.dtype == low
+
+
+@ranks(2)
+def test_combinations_that_cannot_work_are_refused() -> None:
+    model, flat = wrap(), wrap(use_orig_params=False)
+
+    with (
+        pytest.raises(NotImplementedError, match="writeback=True and rank0_only=True"),
+        FSDP.summon_full_params(model, rank0_only=True),
+    ):
+        pass
+    with (
+        pytest.raises(NotImplementedError, match="with_grads=True is only supported with use_orig"),
+        FSDP.summon_full_params(flat, with_grads=True),
+    ):
+        pass
+    with (
+        pytest.raises(NotImplementedError, match="with_grads=True with offload_to_cpu=True"),
+        FSDP.summon_full_params(model, with_grads=True, offload_to_cpu=True),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@ranks(2)
+def test_in_the_middle_of_a_step_it_is_refused(where: str) -> None:
+    class Summoning(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if where == "forward":
+                full_parameters(model)
+            hidden = self.embed(x)
+            hidden.register_hook(lambda gradient: gradient if full_parameters(model) else None)
+            return self.head(self.blocks[0](hidden))
+
+    model = FSDP(build(Summoning), auto_wrap_policy=blocks_policy())
+
+    with pytest.raises(AssertionError, match="Cannot manually unshard parameters during"):
+        train_step(model, 0)
+
+
+@ranks(2)
+def test_a_training_step_cannot_start_inside_and_works_after_it() -> None:
+    model, bare = wrap(), build(Net)
+
+    with (
+        FSDP.summon_full_params(model),
+        pytest.raises(RuntimeError, match="inside summon_full_params"),
+    ):
+        train_step(model, 0)
+
+    train_step(model, 0)
+    train_step(bare, 0)
+    average_gradients(bare)
+    for each in (bare, model):
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    assert_same_parameters(bare, model)
