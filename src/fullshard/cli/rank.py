@@ -83,6 +83,7 @@ def record(error: BaseException) -> None:
                 "timestamp": str(now // 10**9),
                 "nanoseconds": now,
                 "rank": int(os.environ.get("RANK", "0")),
+                "exit_status": _exit_status(error),
             },
         }
     }
@@ -93,7 +94,7 @@ def record(error: BaseException) -> None:
 
 def _exit_status(error: BaseException) -> int:
     if isinstance(error, SystemExit):
-        return 0 if error.code in (None, 0) else 1
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 

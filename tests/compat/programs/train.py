@@ -138,9 +138,7 @@ def main() -> None:
     torch.manual_seed(0)
     bare = Model()
     reference = DDP(copy.deepcopy(bare))
-    expected = train(
-        reference, lambda norm: nn.utils.clip_grad_norm_(reference.parameters(), norm)
-    )
+    expected = train(reference, lambda norm: nn.utils.clip_grad_norm_(reference.parameters(), norm))
     for options in (
         {},
         {"use_orig_params": True, "forward_prefetch": True},
