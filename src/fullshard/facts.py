@@ -70,6 +70,10 @@ class UnitFacts(nn.Module):
         return self._unit.handles[0] if self._unit.handles else None
 
     @property
+    def _has_params(self) -> bool:
+        return bool(self._unit.handles)
+
+    @property
     def _flat_param(self) -> FlatParameter | None:
         return self._unit.handles[0].flat_param if self._unit.handles else None
 

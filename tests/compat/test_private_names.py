@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tests.compat.installed import installed
 from torch import nn
 
 import fullshard
-from fullshard import FlatParameter, FullyShardedDataParallel, ShardingStrategy
+from fullshard import FlatParameter, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fullshard.testing import device, ranks
 
 
@@ -115,3 +116,28 @@ def test_a_unit_tells_that_it_is_in_the_middle_of_a_step() -> None:
 
     assert [state.name for state in seen] == ["FORWARD_BACKWARD"]
     assert model.training_state is fullshard.facts.TrainingState.IDLE
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_a_model_loaded_in_low_precision_is_kept_in_full_precision_as_accelerate_does_it(
+    use_orig_params: bool,
+) -> None:
+    bare = nn.Linear(3, 5).to(device(), torch.bfloat16)
+    expected = {name: p.detach().float() for name, p in bare.named_parameters()}
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    model = FullyShardedDataParallel(
+        bare, mixed_precision=precision, use_orig_params=use_orig_params
+    )
+    assert model._has_params
+    model._flat_param.data = model._flat_param.data.to(torch.float32)
+    model._handle._orig_param_dtype = torch.float32
+
+    output = model(torch.rand(2, 3, device=device()))
+    output.sum().backward()
+
+    assert output.dtype == torch.bfloat16
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters() if p.numel())
+    with FullyShardedDataParallel.summon_full_params(model):
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, expected[name])
