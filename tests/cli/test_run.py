@@ -51,7 +51,7 @@ def test_a_command_line_that_cannot_be_run_says_why(
 def test_a_program_finds_fullshard_in_torchs_place_and_its_own_help(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    typer = pytest.importorskip("typer.testing", reason="the command needs it")
+    typer = pytest.importorskip("typer.testing")
     from fullshard.cli.main import app
 
     program = tmp_path / "program.py"

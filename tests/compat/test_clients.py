@@ -5,7 +5,8 @@ What an example does is called here on ranks of the tests, which import the libr
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -18,8 +19,10 @@ from tests.compat.installed import installed
 from fullshard import BackwardPrefetch, ShardingStrategy
 from fullshard.testing import device, ranks
 
-for needed in ("transformers", "peft", "accelerate"):
-    pytest.importorskip(needed, reason="install the extra 'clients'")
+# Looked for and not imported: only the ranks need them.
+for needed in ("transformers", "peft", "accelerate", "lightning"):
+    if importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{needed} is missing: install the extra 'clients'", allow_module_level=True)
 
 CLIENTS = Path(__file__).resolve().parents[2] / "examples" / "clients"
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -85,3 +88,36 @@ def test_accelerate_trains_clips_saves_and_loads(state: str) -> None:
             PartialState._reset_state()
         bare = client.train_bare(client.llama().to(device()), device())
     assert_same_losses((bare, sharded))
+
+
+def started_by_a_launcher() -> None:
+    """Without this Lightning takes its process for the only one, and starts others."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "test"
+
+
+@ranks(2)
+def test_lightnings_strategy_trains(tmp_path: Path) -> None:
+    started_by_a_launcher()
+    with installed():
+        _, model = example("lightning_train").train(
+            device().type == "cpu", str(tmp_path), "sharded"
+        )
+
+    assert len(model.losses) == 40
+    assert model.losses[-1] < model.losses[0] / 10
+
+
+# needs: optim
+@pytest.mark.skip(reason="optimizer state dicts are not there yet")
+@pytest.mark.parametrize("state", ["sharded", "full"])
+@ranks(2)
+def test_lightnings_strategy_goes_on_from_a_checkpoint(tmp_path: Path, state: str) -> None:
+    started_by_a_launcher()
+    on_cpu = device().type == "cpu"
+    with installed():
+        client = example("lightning_train")
+        first, model = client.train(on_cpu, str(tmp_path), state)
+        other = client.go_on(first, on_cpu, str(tmp_path), state)
+
+    assert len(other.losses) == 20
+    assert max(other.losses) < model.losses[0] / 10

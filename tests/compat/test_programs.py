@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("typer", reason="the command needs it")
+pytest.importorskip("typer")  # the command needs it
 
 PROGRAMS = Path(__file__).parent / "programs"
 

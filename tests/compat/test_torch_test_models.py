@@ -10,7 +10,7 @@ from tests.compat.installed import installed
 import fullshard
 from fullshard.testing import device, ranks
 
-pytest.importorskip("expecttest", reason="torch's test models import it")
+pytest.importorskip("expecttest")  # torch's test models import it
 
 MODELS = [
     "TransformerWithSharedParams",
