@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..api import CPUOffload, MixedPrecision
 from .collectives import Group, group_for
@@ -153,6 +154,7 @@ def build_unit(
 ) -> Unit:
     """Flatten and shard ``parameters`` of ``module``; the module is changed in place."""
     places = find_places(module, parameters)
+    _refuse_subclasses(module, places)
     precision = options.mixed_precision
     handles = [
         _build_handle(module, group, places, groups.shards, device, cpu_offload, options, precision)
@@ -162,6 +164,18 @@ def build_unit(
     return Unit(
         type(module).__name__, module, handles, group_for(groups.shards), copies, device, options
     )
+
+
+def _refuse_subclasses(module: nn.Module, places: dict[Any, list[Place]]) -> None:
+    """Raise for what cannot lie in a flat buffer: DTensors, quantized weights and the like."""
+    for parameter, found in places.items():
+        if is_traceable_wrapper_subclass(parameter):
+            raise NotImplementedError(
+                f"Parameter {found[0].path!r} of {type(module).__name__} is a "
+                f"{type(parameter).__name__}, expected a plain tensor: fullshard does not shard "
+                "what tensor parallelism or quantization has already cut or packed. Leave the "
+                "module out with ignored_modules, or shard it with torch's fully_shard."
+            )
 
 
 def _build_handle(
