@@ -7,6 +7,7 @@ import importlib
 import subprocess
 import sys
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -145,6 +146,17 @@ name = "_get_module_fsdp_state_if_fully_sharded_module"
 assert getattr(late, name) is getattr(_common_utils, name)
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_a_module_that_imported_torchs_wrapper_before_is_named() -> None:
+    early = types.ModuleType("imported_too_early")
+    early.FSDP = torch.distributed.fsdp.FullyShardedDataParallel
+    sys.modules["imported_too_early"] = early
+    try:
+        with pytest.warns(UserWarning, match="imported_too_early imported Fully"), installed():
+            assert early.FSDP is not fullshard.FullyShardedDataParallel
+    finally:
+        del sys.modules["imported_too_early"]
 
 
 def test_importing_fullshard_does_not_import_torchs_fsdp() -> None:

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("typer")  # the command needs it
-
 PROGRAMS = Path(__file__).parent / "programs"
 
 
 def run(program: str, *arguments: str) -> None:
-    command = [sys.executable, "-m", "fullshard.cli.main", "run", "--ranks", "2"]
+    command = [sys.executable, "-m", "fullshard.cli.run", "--ranks", "2"]
     finished = subprocess.run(
         [*command, str(PROGRAMS / program), *arguments],
         capture_output=True,

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 from tests.compat.installed import installed
+from torch.nn.parallel import DistributedDataParallel
 
 import fullshard
-from fullshard.testing import device, ranks
+from fullshard.testing import ranks
 
 pytest.importorskip("expecttest")  # torch's test models import it
 
@@ -41,10 +42,11 @@ def compare_with_ddp(model: str, **options: Any) -> None:
             """Makes the class one that can be instantiated."""
 
     assert common_fsdp.FSDP is fullshard.FullyShardedDataParallel
-    if device().type == "cpu":
-        mode = common_fsdp.DEVICEInitMode.DEVICE_NEVER
-    else:
-        mode = common_fsdp.DEVICEInitMode.DEVICE_BEFORE
+    on_cpu = common_fsdp.DEVICE_TYPE == "cpu"  # torch's tests choose a GPU if there is one
+    modes = common_fsdp.DEVICEInitMode
+    mode = modes.DEVICE_NEVER if on_cpu else modes.DEVICE_BEFORE
+    # Ranks may share a GPU, which the default, DDP on the GPU of the rank's number, does not allow.
+    options.setdefault("ref_init_fn", DistributedDataParallel)
     Comparison()._test_fsdp_parity(
         getattr(common_fsdp, model), common_fsdp.FSDPInitMode.RECURSIVE, mode, **options
     )

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+try:
+    import typer
+except ModuleNotFoundError as missing:
+    raise SystemExit(
+        "The fullshard command needs typer: pip install 'fullshard[cli]'. Without it, "
+        "`python -m fullshard.cli.run` is `fullshard run`."
+    ) from missing
 
 app = typer.Typer(
     help="Fully sharded data parallelism for PyTorch.",

@@ -63,3 +63,7 @@ command=('train.py', '--ranks', '7'))
         launcher_options=tuple(launcher_options),
         command=("-m", *program) if parsed.module else program,
     )
+
+
+if __name__ == "__main__":  # the command where typer is not installed
+    sys.exit(run_program(sys.argv[1:]))

@@ -158,7 +158,7 @@ def _refusals() -> Iterator[Replacement]:
                 yield Replacement(name, value, _refusal(f"{module.__name__}.{name}"))
     for home, names in WITHOUT_EFFECT.items():
         module = _module(home)
-        for name in names:
+        for name in filter(vars(module).__contains__, names):
             yield Replacement(name, getattr(module, name), _refusal(f"{module.__name__}.{name}"))
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
+
+import torch.distributed.fsdp
 
 from .names import Replacement, replacements
 
@@ -43,6 +46,7 @@ def install() -> None:
     with _lock:
         if _changes:
             return
+        _warn_of_earlier_imports()
         by_original = {id(entry.original): entry for entry in replacements()}
         for namespace in _namespaces():
             for name, value in list(namespace.items()):
@@ -75,6 +79,25 @@ def uninstall() -> None:
 def is_installed() -> bool:
     """Whether torch's names are fullshard's now."""
     return bool(_changes)
+
+
+def _warn_of_earlier_imports() -> None:
+    """Name the modules outside of torch that will go on using torch's wrapper."""
+    theirs = torch.distributed.fsdp.FullyShardedDataParallel
+    late = sorted(
+        name
+        for name, module in dict(sys.modules).items()
+        if not name.startswith(("torch.", "fullshard."))
+        and any(value is theirs for value in list(getattr(module, "__dict__", {}).values()))
+    )
+    if late:
+        warnings.warn(
+            f"{', '.join(late)} imported FullyShardedDataParallel from torch before "
+            "fullshard.compat.install() and will go on using torch's; call install() before that "
+            "import, or start the program with `fullshard run`",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _original_of(candidates: list[Replacement], name: str) -> Any:
