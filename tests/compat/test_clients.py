@@ -107,8 +107,6 @@ def test_lightnings_strategy_trains(tmp_path: Path) -> None:
     assert model.losses[-1] < model.losses[0] / 10
 
 
-# needs: optim
-@pytest.mark.skip(reason="optimizer state dicts are not there yet")
 @pytest.mark.parametrize("state", ["sharded", "full"])
 @ranks(2)
 def test_lightnings_strategy_goes_on_from_a_checkpoint(tmp_path: Path, state: str) -> None:

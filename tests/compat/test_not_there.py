@@ -6,24 +6,9 @@ import pytest
 import torch
 from tests.compat.installed import installed
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import FullyShardedDataParallel
 from fullshard.testing import device, ranks
-
-
-@ranks(2)
-def test_parameters_cut_by_tensor_parallelism_are_refused_by_name() -> None:
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    mesh = init_device_mesh(device().type, (1, 2), mesh_dim_names=("data", "tensor"))
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).to(device())
-    parallelize_module(model, mesh["tensor"], {"1": ColwiseParallel()})
-
-    with pytest.raises(NotImplementedError) as caught:
-        FullyShardedDataParallel(model, device_mesh=mesh["data"], use_orig_params=True)
-    assert "Parameter '1.weight' of Sequential is a DTensor" in str(caught.value)
-    assert "ignored_modules" in str(caught.value)
 
 
 def test_extensions_of_torchs_engine_are_refused() -> None:

@@ -35,14 +35,10 @@ def test_a_program_trains_clips_accumulates_and_checkpoints_as_under_ddp(tmp_pat
     assert (tmp_path / "result").read_text() == "fullshard.fsdp 2"
 
 
-# needs: optim
-@pytest.mark.skip(reason="optimizer state dicts are not there yet")
 def test_a_program_saves_and_loads_its_optimizer(tmp_path: Path) -> None:
     run("resume.py", str(tmp_path))
 
 
-# needs: scaler
-@pytest.mark.skip(reason="the gradient scaler is not there yet")
 def test_a_program_scales_its_loss_in_half_precision(tmp_path: Path) -> None:
     run("scale.py", str(tmp_path / "result"))
 

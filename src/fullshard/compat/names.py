@@ -48,6 +48,7 @@ TABLE: dict[str, dict[str, Any]] = {
         "FullyShardedDataParallel": fullshard.FullyShardedDataParallel,
         "OptimStateKeyType": api.OptimStateKeyType,
     },
+    "sharded_grad_scaler": {"ShardedGradScaler": fullshard.ShardedGradScaler},
     "wrap": {
         name: getattr(wrap, name)
         for name in (
