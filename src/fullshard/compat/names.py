@@ -111,6 +111,11 @@ TABLE: dict[str, dict[str, Any]] = {
     },
 }
 
+#: Ours in modules of torch that are built on those, by the module's whole name.
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    "torch.distributed.checkpoint.state_dict": {"_get_fqns": private._get_fqns},
+}
+
 #: Modules whose functions work on the state of torch's own engine.
 ENGINE = (
     "_init_utils",
@@ -142,8 +147,9 @@ def replacements() -> tuple[Replacement, ...]:
 
 
 def _from_table() -> Iterator[Replacement]:
-    for home, names in TABLE.items():
-        module = _module(home)
+    homes = [(_module(home), names) for home, names in TABLE.items()]
+    homes += [(importlib.import_module(home), names) for home, names in ELSEWHERE.items()]
+    for module, names in homes:
         for name, ours in names.items():
             if hasattr(module, name):
                 yield Replacement(name, getattr(module, name), ours)

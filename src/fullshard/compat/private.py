@@ -6,10 +6,12 @@ of a state beside a module, both are the wrapper here.
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 from torch import nn
 
@@ -18,7 +20,9 @@ from fullshard import FlatParameter, FullyShardedDataParallel
 from fullshard.api import ShardingStrategy
 from fullshard.engine.flat_param import FlatParamHandle
 from fullshard.engine.places import clean_tensor_name
+from fullshard.state.model_state import FLAT_NAME
 
+_names_in_torch = torch.distributed.checkpoint.state_dict._get_fqns
 _register_in_torch = torch.distributed.fsdp.register_fsdp_forward_method
 Wrappers = list[FullyShardedDataParallel]
 
@@ -98,11 +102,23 @@ def _get_param_to_fqns(
     return names
 
 
-def _names_of(path: str, parameter: nn.Parameter) -> list[str]:
+def _names_of(path: str, parameter: Any) -> list[str]:
     if not isinstance(parameter, FlatParameter):
         return [clean_tensor_name(path)]
     unit = clean_tensor_name(path).rpartition(".")[0]
     return [f"{unit}.{name}" if unit else name for name in parameter._fqns]
+
+
+def _get_fqns(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> set[str]:
+    """What ``torch.distributed.checkpoint`` calls a parameter, by the name that it has here.
+
+    Torch's own function expects a wrapper's prefix before the name of a flat parameter; ours are
+    named as in the unwrapped model.
+    """
+    known = clean_tensor_name(name)
+    if known.rpartition(".")[2] != FLAT_NAME:
+        return _names_in_torch(model, name, *args, **kwargs)
+    return set(_names_of(known, functools.reduce(getattr, known.split("."), model)))
 
 
 def _get_handle_fqns_from_root(
