@@ -19,7 +19,12 @@ import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
-from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
+from torch.distributed.run import (
+    config_from_args,
+    determine_local_world_size,
+    get_args_parser,
+    parse_min_max_nnodes,
+)
 
 from . import rank
 from .failures import failures_of, interruptions_in, render
@@ -55,9 +60,9 @@ def launch(
     arguments = _arguments(ranks, launcher_options, command, before)
     ranks_print = bool(arguments.max_restarts or arguments.redirects != "0" or arguments.tee != "0")
     environment = {
-        "OMP_NUM_THREADS": str(threads_per_rank(int(arguments.nproc_per_node)))
-        if arguments.nproc_per_node.isdigit()
-        else None,
+        "OMP_NUM_THREADS": str(
+            threads_per_rank(determine_local_world_size(arguments.nproc_per_node))
+        ),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_SECONDS),
         rank.RANKS_PRINT: "1" if ranks_print else None,
     }
