@@ -27,6 +27,7 @@ from .engine.agreement import RanksDisagreeError
 from .engine.flat_param import FlatParameter
 from .fsdp import FullyShardedDataParallel, register_fsdp_forward_method
 from .grad.scaler import ShardedGradScaler
+from .state.optim_template import optim_state_template
 
 if TYPE_CHECKING:
     from .state.checkpoint import Checkpoint, CheckpointError, SaveHandle, latest, load, save
@@ -58,6 +59,7 @@ __all__ = [
     "export_safetensors",
     "latest",
     "load",
+    "optim_state_template",
     "register_fsdp_forward_method",
     "save",
 ]
