@@ -3,6 +3,9 @@
 The names are those of ``torch.distributed.fsdp``; ``fullshard.wrap`` has those of its ``wrap``.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .api import (
     BackwardPrefetch,
     CPUOffload,
@@ -24,9 +27,11 @@ from .engine.agreement import RanksDisagreeError
 from .engine.flat_param import FlatParameter
 from .fsdp import FullyShardedDataParallel, register_fsdp_forward_method
 from .grad.scaler import ShardedGradScaler
-from .state.checkpoint import Checkpoint, CheckpointError, SaveHandle, latest, load, save
-from .state.export import export_safetensors
 from .state.optim_template import optim_state_template
+
+if TYPE_CHECKING:
+    from .state.checkpoint import Checkpoint, CheckpointError, SaveHandle, latest, load, save
+    from .state.export import export_safetensors
 
 __all__ = [
     "BackwardPrefetch",
@@ -60,3 +65,27 @@ __all__ = [
 ]
 
 __version__ = "0.1.0.dev0"
+
+# torch.distributed.checkpoint imports torch.distributed.fsdp, which takes its time: what is built
+# on it waits until it is used.
+_WHEN_USED = {
+    "Checkpoint": "state.checkpoint",
+    "CheckpointError": "state.checkpoint",
+    "SaveHandle": "state.checkpoint",
+    "export_safetensors": "state.export",
+    "latest": "state.checkpoint",
+    "load": "state.checkpoint",
+    "save": "state.checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHEN_USED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_WHEN_USED[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHEN_USED})

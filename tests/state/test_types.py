@@ -98,6 +98,32 @@ def test_a_value_of_another_shape_is_named_with_both_shapes(use_orig_params: boo
     assert torch.equal(outer[0].state_dict()["head.bias"], before)
 
 
+class ReadWhenNeeded:
+    """Stands for a tensor on disk, as libraries put them in state dicts to save memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.shape = tensor.shape
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return function(*(a.tensor if isinstance(a, cls) else a for a in args), **(kwargs or {}))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_values_that_are_read_when_needed_are_loaded(use_orig_params: bool) -> None:
+    bare = build(Net)
+    expected = {name: value + 1 for name, value in bare.state_dict().items()}
+    model = wrapped(bare, FULL_SHARD, "blocks", use_orig_params=use_orig_params)
+
+    model.load_state_dict({name: ReadWhenNeeded(value) for name, value in expected.items()})
+
+    found = model.state_dict()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
 @ranks(2)
 def test_a_local_state_dict_of_another_wrapping_is_refused_by_size() -> None:
     one = wrapped(build(Net), FULL_SHARD, "one unit")

@@ -225,6 +225,17 @@ class FlatParamHandle:
         self._describe()
         self._bind()
 
+    @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        """The shard's dtype. Between wrapping and the first forward it may be assigned: that is
+        how accelerate keeps a model in full precision that was loaded in a lower one.
+        """
+        return self.dtypes.shard
+
+    @_orig_param_dtype.setter
+    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
+        self.adopt_shard(self.shard_tensor.to(dtype))
+
     def converted(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Follow ``module.to(...)`` and its like, which converted each parameter on its own."""
         for index, places in enumerate(self.places if self.use_orig_params else ()):

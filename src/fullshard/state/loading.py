@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import is_tensor_like
 
 from ..engine.flat_param import FlatParamHandle
 from ..engine.unit import Unit
@@ -39,6 +40,9 @@ class Arrivals:
     def add(self, key: str, handle: FlatParamHandle, index: int, value: Any) -> None:
         """Note a value for a parameter, unless it does not fit."""
         shape = handle.whole_shape(index)
+        if not isinstance(value, torch.Tensor) and is_tensor_like(value):
+            # Libraries put objects in state dicts that read their tensor when torch asks for it.
+            value = torch.detach(value)
         if not isinstance(value, torch.Tensor):
             self._report.errors.append(
                 f'While copying the parameter named "{key}", expected torch.Tensor or Tensor-like '

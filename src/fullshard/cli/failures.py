@@ -1,0 +1,96 @@
+"""What went wrong on the ranks, in the order in which it happened.
+
+The elastic launcher dates failures to the second and lists only ranks that had ended when it
+looked; ranks that fail because another one did are often listed alone or first. The error files
+that ``rank.py`` writes carry nanoseconds, and all of an attempt's files are read.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+__all__ = ["Failure", "failures_of", "interruptions_in", "render"]
+
+_LAST = 2**63
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's end: ``reason`` in a line, ``traceback`` if there was one, ``when`` in ns."""
+
+    rank: int
+    reason: str
+    traceback: str
+    exit_status: int
+    when: int
+
+
+def failures_of(error: ChildFailedError) -> list[Failure]:
+    """All failures of an attempt, the cause first."""
+    found: dict[int, Failure] = {}
+    for rank, process in error.failures.items():
+        found[rank] = _from_process(rank, process)
+        if process.error_file != "<N/A>":
+            for other in _read_all(Path(process.error_file).parent.parent):
+                found.setdefault(other.rank, other)
+    return sorted(found.values(), key=lambda failure: failure.when)
+
+
+def interruptions_in(run_directory: str | Path | None) -> list[Failure]:
+    """What ranks wrote before they were ended by a signal, oldest first."""
+    attempts = sorted(Path(run_directory).glob("attempt_*")) if run_directory else []
+    found = _read_all(attempts[-1]) if attempts else []
+    return sorted(found, key=lambda failure: failure.when)
+
+
+def render(failures: list[Failure]) -> str:
+    """The first failure with its traceback, then one line for each of the others."""
+    if not failures:
+        return ""
+    first, *others = failures
+    lines = [f"Rank {first.rank} failed first: {first.reason}"]
+    if first.traceback:
+        lines.append(first.traceback.rstrip("\n"))
+    lines += [f"Rank {other.rank} failed after it: {other.reason}" for other in others]
+    return "\n".join(lines)
+
+
+def _from_process(rank: int, process: ProcessFailure) -> Failure:
+    written = _read(Path(process.error_file)) if process.error_file != "<N/A>" else None
+    if written is not None:
+        return written
+    status = process.exitcode if process.exitcode > 0 else 128 - process.exitcode
+    if process.exitcode < 0:
+        reason = f"killed by {process.signal_name()}"
+        if process.exitcode == -signal.SIGKILL:
+            reason += " (often: the machine ran out of memory)"
+        # The launcher itself ends ranks with SIGTERM; any other signal came before all else.
+        when = _LAST if process.exitcode == -signal.SIGTERM else 0
+        return Failure(rank, reason, "", status, when)
+    reason = f"ended with exit status {process.exitcode} and left no traceback"
+    return Failure(rank, reason, "", status, process.timestamp * 10**9)
+
+
+def _read_all(attempt: Path) -> list[Failure]:
+    read = (_read(file) for file in attempt.glob("*/error.json"))
+    return [failure for failure in read if failure is not None]
+
+
+def _read(file: Path) -> Failure | None:
+    try:
+        content = json.loads(file.read_text())
+        info = content["message"]["extraInfo"]
+        return Failure(
+            int(info["rank"]),
+            content["message"]["message"],
+            info["py_callstack"],
+            int(info["exit_status"]),
+            int(info["nanoseconds"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # absent, cut off by a kill, or written by a program's own handler

@@ -1,0 +1,166 @@
+"""Starting ranks through torch's elastic launcher, and ending them all when one fails.
+
+Every command that needs ranks goes through :func:`launch`. What the ranks themselves do first is
+in ``rank.py``; what is said about a failure is in ``failures.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import uuid
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import (
+    config_from_args,
+    determine_local_world_size,
+    get_args_parser,
+    parse_min_max_nnodes,
+)
+
+from . import rank
+from .failures import failures_of, interruptions_in, render
+
+__all__ = ["default_ranks", "launch"]
+
+#: What a rank's process runs first; the command's own words follow.
+_RANK = str(Path(rank.__file__).resolve())
+#: Seconds between the signal that ends the ranks and the one that kills them. A rank that waits
+#: for others inside a collective does not react to the first.
+_SHUTDOWN_SECONDS = 5
+
+
+def launch(
+    ranks: int | None,
+    launcher_options: Sequence[str],
+    command: Sequence[str],
+    *,
+    before: Sequence[str] = (),
+) -> int:
+    """Run a Python program on ``ranks`` ranks of this machine; returns the exit status.
+
+    ``command`` is what would stand behind ``python``: a script or ``-m`` and a module, then its
+    arguments. ``launcher_options`` are torchrun's, unchanged. ``before`` names functions, each as
+    ``module:function``, that every rank calls before the program.
+
+    When a rank fails, the others are ended, and the traceback of the one that failed first is
+    printed first. Ctrl-C ends all of them.
+
+    >>> launch(2, ["--max-restarts", "1"], ["train.py", "--steps", "10"])  # doctest: +SKIP
+    0
+    """
+    arguments = _arguments(ranks, launcher_options, command, before)
+    ranks_print = bool(arguments.max_restarts or arguments.redirects != "0" or arguments.tee != "0")
+    environment = {
+        "OMP_NUM_THREADS": str(
+            threads_per_rank(determine_local_world_size(arguments.nproc_per_node))
+        ),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_SECONDS),
+        rank.RANKS_PRINT: "1" if ranks_print else None,
+    }
+    with _environment_defaults(environment), _quiet_launcher():
+        config, program, program_arguments = config_from_args(arguments)
+        try:
+            elastic_launch(config=config, entrypoint=program)(*program_arguments)
+        except ChildFailedError as error:
+            failures = failures_of(error)
+            print(render(failures), file=sys.stderr, flush=True)
+            return failures[0].exit_status
+        except SignalException as error:
+            logs = getattr(config.logs_specs, "_run_log_dir", None)
+            print(
+                f"Stopped by {error.sigval.name}; all ranks were ended.\n"
+                + render(interruptions_in(logs)),
+                file=sys.stderr,
+                flush=True,
+            )
+            return 128 + error.sigval.value
+    return 0
+
+
+def default_ranks() -> int:
+    """One rank per GPU; two without, which is what sharding begins to mean something with."""
+    return torch.cuda.device_count() or 2
+
+
+def threads_per_rank(ranks: int) -> int:
+    """This process's cores, divided among ranks: more threads than cores slow each other down."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // ranks)
+
+
+def _arguments(
+    ranks: int | None, options: Sequence[str], command: Sequence[str], before: Sequence[str]
+) -> Namespace:
+    """The command line in torchrun's own terms, with our defaults where nothing was said."""
+    if not command:
+        raise ValueError(
+            "launch expects a command such as ['train.py', '--steps', '10'], but got an empty one"
+        )
+    if ranks is not None and ranks < 1:
+        raise ValueError(f"ranks expects at least 1, but got {ranks}")
+    parser = get_args_parser()
+    if "PET_NPROC_PER_NODE" not in os.environ:
+        parser.set_defaults(nproc_per_node=str(default_ranks()))
+    calls = [word for name in before for word in ("--call", name)]
+    arguments = parser.parse_args([*options, _RANK])
+    arguments.training_script_args = [*calls, "--", *command]
+    if ranks is not None:
+        arguments.nproc_per_node = str(ranks)
+    if _meets_nobody(arguments, parser.get_default("master_port")):
+        arguments.rdzv_backend = "c10d"
+        arguments.rdzv_endpoint = "localhost:0"
+        arguments.rdzv_id = str(uuid.uuid4())
+    if arguments.master_port is None:
+        arguments.master_port = 29500
+    return arguments
+
+
+def _meets_nobody(arguments: Namespace, no_port: int | None) -> bool:
+    """Whether this machine is alone: then a free port is taken, and two runs never collide."""
+    if arguments.standalone:
+        return True
+    return (
+        arguments.rdzv_backend == "static"
+        and not arguments.rdzv_endpoint
+        and arguments.master_port == no_port
+        and parse_min_max_nnodes(arguments.nnodes)[1] == 1
+    )
+
+
+@contextlib.contextmanager
+def _environment_defaults(defaults: dict[str, str | None]) -> Iterator[None]:
+    """Variables that ranks inherit, where the user set none."""
+    missing = {k: v for k, v in defaults.items() if v is not None and k not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]
+
+
+@contextlib.contextmanager
+def _quiet_launcher() -> Iterator[None]:
+    """Keep the launcher's account of a failure back: ours follows, with the cause first."""
+    names = (
+        "torch.distributed.elastic.multiprocessing.api",
+        "torch.distributed.elastic.agent.server.api",
+    )
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

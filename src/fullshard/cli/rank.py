@@ -1,0 +1,118 @@
+"""What runs first in each rank that ``launch.py`` starts: set-up, then the program as ``__main__``.
+
+``python rank.py [--call module:function]... -- (script | -m module) arguments...``
+An error that ends the program is written where the launcher looks for it, with its traceback.
+Started by its path and made of the standard library alone, so that a program that does not need
+torch does not wait for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+__all__ = ["RANKS_PRINT", "main"]
+
+#: Set where a rank prints its traceback itself as well: its output goes to a log of its own, or
+#: the launcher will start it again and only tell about the last attempt.
+RANKS_PRINT = "FULLSHARD_RANKS_PRINT"
+
+_BEFORE_THE_PROGRAM = (__file__, runpy.__file__, "<frozen runpy>")
+
+
+def main(words: Sequence[str]) -> None:
+    """Call what is asked for, then run the program as Python itself would."""
+    faulthandler.enable(all_threads=True)
+    parser = argparse.ArgumentParser(prog="rank.py")
+    parser.add_argument("--call", action="append", default=[])
+    boundary = list(words).index("--")
+    calls = parser.parse_args(words[:boundary]).call
+    command = words[boundary + 1 :]
+    # Python put this file's folder first; a program expects its own, a module the working folder.
+    sys.path[0] = os.getcwd() if command[0] == "-m" else str(Path(command[0]).resolve().parent)
+    try:
+        for name in calls:
+            module, _, function = name.partition(":")
+            getattr(importlib.import_module(module), function)()
+        run_program(command)
+    except BaseException as error:
+        status = _exit_status(error)
+        if status == 0:
+            raise
+        record(error)
+        if isinstance(error, SystemExit) or os.environ.get(RANKS_PRINT):
+            raise
+        sys.exit(status)
+
+
+def run_program(command: Sequence[str]) -> None:
+    """Run a script, or ``-m`` and a module, with the ``sys.argv`` that it expects."""
+    if command[0] == "-m":
+        sys.argv = list(command[1:])
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(command)
+        runpy.run_path(command[0], run_name="__main__")
+
+
+def record(error: BaseException) -> None:
+    """Write ``error`` to the file the launcher named, in its format, with our own facts added."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    now = time.time_ns()
+    if isinstance(error, SystemExit):
+        reason, callstack = f"sys.exit({error.code!r})", ""
+    else:
+        reason, callstack = _summary(error), _program_traceback(error)
+    content = {
+        "message": {
+            "message": reason,
+            "extraInfo": {
+                "py_callstack": callstack,
+                "timestamp": str(now // 10**9),
+                "nanoseconds": now,
+                "rank": int(os.environ.get("RANK", "0")),
+                "exit_status": _exit_status(error),
+            },
+        }
+    }
+    partial = Path(f"{file}.partial")
+    partial.write_text(json.dumps(content))
+    partial.replace(file)
+
+
+def _exit_status(error: BaseException) -> int:
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _summary(error: BaseException) -> str:
+    return traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+
+
+def _program_traceback(error: BaseException) -> str:
+    """The traceback as the program alone would have printed it."""
+    start = error.__traceback__
+    while start is not None and _is_ours(start) and start.tb_next is not None:
+        start = start.tb_next
+    return "".join(traceback.format_exception(type(error), error, start))
+
+
+def _is_ours(step: TracebackType) -> bool:
+    return step.tb_frame.f_code.co_filename in _BEFORE_THE_PROGRAM
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
