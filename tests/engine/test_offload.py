@@ -86,3 +86,43 @@ def test_gradients_accumulate_inside_and_outside_of_no_sync(
 
     assert all(p.grad is None or p.grad.device == HOST for p in model.parameters())
     step_both(bare, model)
+
+
+@EACH_MODE
+@ranks(2)
+def test_what_rests_on_the_host_beside_an_accelerator_is_pinned(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    if device().type == "cpu":
+        pytest.skip("a host that computes itself has nothing to pin for")
+    model = offloaded(build(Net), strategy, use_orig_params)
+    train_step(model, 0)
+
+    for parameter in model.parameters():
+        if parameter.numel():
+            assert parameter.is_pinned()
+            assert parameter.grad is not None
+            assert parameter.grad.is_pinned()
+    model.to(torch.float64)
+    assert all(parameter.is_pinned() for parameter in model.parameters() if parameter.numel())
+
+
+@EACH_MODE
+@ranks(2)
+def test_parameters_may_change_on_the_host_right_after_an_evaluation(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    bare = build(Net)
+    model = offloaded(copy.deepcopy(bare), strategy, use_orig_params)
+    data = torch.ones(4, 5, device=device())
+    expected = bare(data)
+
+    for _ in range(5):
+        with torch.no_grad():
+            found = model(data)
+            values = [parameter.clone() for parameter in model.parameters()]
+            for parameter in model.parameters():
+                parameter.fill_(torch.nan)
+            torch.testing.assert_close(found, expected.detach())
+            for parameter, value in zip(model.parameters(), values, strict=True):
+                parameter.copy_(value)

@@ -17,6 +17,7 @@ _GATHERS = (
     "all_gather_single",
     "all_gather_single_coalesced",
     "allgather_into_tensor_coalesced",
+    "broadcast",
 )
 _REDUCES = (
     "allreduce",
@@ -27,6 +28,8 @@ _REDUCES = (
     "reduce_scatter_tensor_coalesced",
     "alltoall_base",
 )
+#: How few ranks exchange what they reduce: each sends all but its own part.
+_SENDS = ("send",)
 
 
 @dataclass
@@ -47,12 +50,15 @@ def counted_traffic() -> Iterator[Traffic]:
         nbytes = max(_nbytes(value) for value in (*args[1:], *kwargs.values()))
         if name in _GATHERS:
             traffic.gathered += nbytes
+        elif name in _SENDS:
+            size = args[0].size()
+            traffic.reduced += nbytes * size // (size - 1)
         else:
             traffic.reduced += nbytes
         traffic.launches.append(name)
         return call(*args, **kwargs)
 
-    with _replaced(count):
+    with _replaced(count, (*_GATHERS, *_REDUCES, *_SENDS)):
         yield traffic
 
 
@@ -65,13 +71,13 @@ def immediate_collectives() -> Iterator[None]:
         work.wait()
         return work
 
-    with _replaced(complete):
+    with _replaced(complete, (*_GATHERS, *_REDUCES)):
         yield
 
 
 @contextlib.contextmanager
-def _replaced(replacement: Callable[..., Any]) -> Iterator[None]:
-    names = [name for name in (*_GATHERS, *_REDUCES) if hasattr(dist.ProcessGroup, name)]
+def _replaced(replacement: Callable[..., Any], names: tuple[str, ...]) -> Iterator[None]:
+    names = tuple(name for name in names if hasattr(dist.ProcessGroup, name))
     # What stands in the class is a descriptor; what it is called by is not.
     originals = {name: dist.ProcessGroup.__dict__[name] for name in names}
     for name in names:

@@ -72,6 +72,17 @@ class HostLines:
     def compute_after_reduces(self) -> None:
         """Order compute behind everything the reduce line has been given."""
 
+    def host_after_gathers(self) -> None:
+        """Block the host until the gather line is empty (parameters that rest on the host)."""
+
+    def rest_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` in host memory, from where the device can fetch it while it computes."""
+        return tensor.to("cpu")
+
+    def copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory that the current line fills; the host must wait for it."""
+        return tensor.to("cpu")
+
     def host_after_reduces(self) -> None:
         """Block the host until the reduce line is empty (gradients that rest on the host)."""
 
@@ -141,6 +152,16 @@ class AcceleratorLines(HostLines):
 
     def compute_after_reduces(self) -> None:
         self._compute().wait_event(self._mark(self._reduce))
+
+    def host_after_gathers(self) -> None:
+        self._gather.synchronize()
+
+    def rest_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("cpu").pin_memory()
+
+    def copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
 
     def host_after_reduces(self) -> None:
         self._reduce.synchronize()

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..api import ShardingStrategy, adopt
 from .buffers import FullBuffer, StandingBuffer
+from .device import lines_for
 from .layout import FlatParamShardMetadata, Layout, Piece, alignment_elements
 from .places import Place, find_places
 from .presence import Marks, marks_at, piece_starts
@@ -210,7 +211,7 @@ class FlatParamHandle:
         if shard.numel() > size:
             shard = shard[self.rank * size : (self.rank + 1) * size].clone()
         self.is_sharded = self.strategy is not ShardingStrategy.NO_SHARD
-        self.adopt_shard(shard.to("cpu") if self.offload else shard)
+        self.adopt_shard(lines_for(self.device).rest_on_host(shard) if self.offload else shard)
 
     def adopt_shard(self, shard: torch.Tensor) -> None:
         """Let ``shard`` be the persistent storage; parameters and buffers follow."""
@@ -234,7 +235,8 @@ class FlatParamHandle:
 
     @_orig_param_dtype.setter
     def _orig_param_dtype(self, dtype: torch.dtype) -> None:
-        self.adopt_shard(self.shard_tensor.to(dtype))
+        shard = self.shard_tensor.to(dtype)
+        self.adopt_shard(lines_for(self.device).rest_on_host(shard) if self.offload else shard)
 
     def converted(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Follow ``module.to(...)`` and its like, which converted each parameter on its own."""
@@ -247,7 +249,7 @@ class FlatParamHandle:
             self.flat_param = flat
         shard = convert(self.shard_tensor)
         if self.offload:
-            shard = shard.to("cpu")
+            shard = lines_for(self.device).rest_on_host(shard)
         else:
             self.device = shard.device
         self.forget_buffers()

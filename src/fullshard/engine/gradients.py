@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from .collectives import Group, as_real
+from .device import lines_for
 from .flat_param import FlatParamHandle, check_shape
 
 Gradients = Sequence[torch.Tensor | None]
@@ -49,9 +50,15 @@ class Own(NamedTuple):
         """Put them on the parameters that the optimizer holds."""
         handle = self.handle
         dtype = handle.dtypes.reduce if handle.keep_low_precision_grads else handle.dtypes.shard
-        device = handle.shard_tensor.device
-        pairs = zip(handle.params, self.gradients, strict=True)
-        _add(handle, [(p, g.to(device, dtype)) for p, g in pairs if g is not None])
+        found = [
+            (p, g.to(dtype))
+            for p, g in zip(handle.params, self.gradients, strict=True)
+            if g is not None
+        ]
+        if handle.offload:
+            lines = lines_for(handle.device)
+            found = [(parameter, lines.copy_to_host(gradient)) for parameter, gradient in found]
+        _add(handle, found)
 
     def release(self) -> None:
         """Nothing but the gradients themselves is held."""
@@ -166,7 +173,7 @@ def deliver(handle: FlatParamHandle, reduced: torch.Tensor, absent: Sequence[int
     if not handle.keep_low_precision_grads:
         reduced = reduced.to(handle.dtypes.shard)
     if handle.offload:
-        reduced = reduced.to("cpu", non_blocking=True)
+        reduced = lines_for(handle.device).copy_to_host(reduced)
     if not handle.use_orig_params:
         _add(handle, [(handle.flat_param, reduced)])
         return []

@@ -58,6 +58,7 @@ class Schedule:
         self._creates_graph = False
         self._backward_since_pass = False
         self._lines = lines_for(root.device)
+        self._offloads = any(handle.offload for unit in self.units for handle in unit.handles)
         for unit in self.units:
             unit.on_gradients = self._on_gradients
 
@@ -218,6 +219,9 @@ class Schedule:
         if self._depth == 0 and not in_backward():
             self._drop_prefetched()
             self._lines.settle()
+            if self._offloads and not torch.is_grad_enabled():
+                # No backward follows that waits: the user may change what is still being read.
+                self._lines.host_after_gathers()
 
     def _check_summoned(self, unit: Unit) -> None:
         if torch.is_grad_enabled() and unit.has_trainable:
@@ -438,7 +442,7 @@ class Schedule:
                 del self._with_local_gradients[unit]
         self._lines.compute_after_reduces()
         reduced, self._reduced = self._reduced, {}
-        if any(handle.offload for unit in reduced for handle in unit.handles):
+        if self._offloads:
             self._lines.host_after_reduces()
         for unit in reduced:
             unit.finish_reduce()
