@@ -1,0 +1,214 @@
+"""How much memory a step takes on a rank: pure arithmetic over sizes and a list of moments.
+
+``activations.py`` finds the moments, by running the bare model without memory. Here the engine's
+schedule is followed through them: what is gathered, freed, staged and reduced when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+__all__ = ["Event", "Facts", "Moment", "Prediction", "Strategy", "UnitSizes", "predict"]
+
+
+class Event(Enum):
+    """What happens to a unit, and so to memory."""
+
+    FORWARD = auto()
+    FORWARD_END = auto()
+    BACKWARD = auto()
+    GRADIENTS = auto()
+    END = auto()
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An event of a unit, with the memory that the bare model takes then and until the next one.
+
+    ``tensors`` are activations and whatever else operations returned; ``gradients`` are whole
+    parameter gradients that wait until their unit has all of them. All in bytes.
+    """
+
+    event: Event
+    unit: str
+    tensors: int
+    gradients: int
+    peak_tensors: int
+    peak_gradients: int
+
+
+class Strategy(Enum):
+    """What a sharding strategy means for memory."""
+
+    FREES_AFTER_FORWARD = auto()
+    KEEPS_UNTIL_BACKWARD = auto()
+    NOT_SHARDED = auto()
+
+
+@dataclass(frozen=True)
+class UnitSizes:
+    """One unit's bytes on a rank.
+
+    ``shard`` and ``gradient_shard`` stay; ``full`` is there while gathered, ``reduce_buffer`` from
+    the last gradient until they are reduced, and ``reduced`` is what the reduce writes.
+    """
+
+    path: str
+    shard: int
+    gradient_shard: int
+    full: int
+    reduce_buffer: int
+    reduced: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What else decides: how the ranks talk, and where shards rest."""
+
+    strategy: Strategy
+    ranks: int
+    #: Bytes of optimizer state per byte of gradient shards; AdamW keeps two numbers.
+    optimizer_factor: float = 2.0
+    #: Whether shards, their gradients and the optimizer's state are in the host's memory.
+    offloaded: bool = False
+    #: Whether gradients of an earlier backward are there while the next one runs.
+    accumulates: bool = False
+    #: Over gloo a reduce receives into memory as large as what it sends.
+    receives_whole: bool = True
+    #: On an accelerator a unit's memory is given back one unit late in forward.
+    frees_late: bool = False
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes of each part at the moment when their sum is largest, and when that is."""
+
+    shards: int
+    gradients: int
+    optimizer: int
+    full_parameters: int
+    whole_gradients: int
+    activations: int
+    when: str
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """What the device has to have."""
+        return (
+            self.shards
+            + self.gradients
+            + self.optimizer
+            + self.full_parameters
+            + self.whole_gradients
+            + self.activations
+        )
+
+
+def predict(units: Sequence[UnitSizes], moments: Sequence[Moment], facts: Facts) -> Prediction:
+    """Follow one step and return its largest moment."""
+    walk = _Walk({unit.path: unit for unit in units}, facts)
+    for moment in moments:
+        walk.follow(moment)
+    assert walk.largest is not None
+    return walk.largest
+
+
+@dataclass
+class _Walk:
+    """Where the engine is in its step."""
+
+    units: dict[str, UnitSizes]
+    facts: Facts
+    largest: Prediction | None = None
+    #: Units with full parameters, by path.
+    gathered: dict[str, None] = field(default_factory=dict)
+    #: Units in the order in which their forward ended, which backward follows in reverse.
+    passed: list[str] = field(default_factory=list)
+    owed: str | None = None
+    pending: UnitSizes | None = None
+    gradients: int = 0
+
+    def __post_init__(self) -> None:
+        if self.facts.accumulates:
+            self.gradients = sum(unit.gradient_shard for unit in self.units.values())
+
+    def follow(self, moment: Moment) -> None:
+        unit = self.units.get(moment.unit)
+        if moment.event in (Event.BACKWARD, Event.GRADIENTS, Event.END):
+            self._carry_out_reduce(moment)
+        if unit is not None:
+            self._apply(moment, unit)
+        staged = self.pending.reduce_buffer if self.pending else 0
+        self._consider(moment.peak_tensors, moment.peak_gradients + staged, moment)
+
+    def _apply(self, moment: Moment, unit: UnitSizes) -> None:
+        is_root = moment.unit == ""
+        if moment.event is Event.FORWARD:
+            self.gathered[unit.path] = None
+        elif moment.event is Event.FORWARD_END:
+            self.passed.append(unit.path)
+            # The root is not freed: backward begins with it.
+            if self.facts.strategy is Strategy.FREES_AFTER_FORWARD and not is_root:
+                self._free_after_forward(unit.path)
+        elif moment.event is Event.BACKWARD:
+            self._settle()
+            self.gathered[unit.path] = None
+            before = self.passed.index(unit.path) - 1
+            if before >= 0:
+                self.gathered[self.passed[before]] = None
+        elif moment.event is Event.GRADIENTS:
+            self.gathered.pop(unit.path, None)
+            # Copied into the reduce buffer while autograd still holds them.
+            self._consider(moment.tensors, moment.gradients + unit.reduce_buffer, moment)
+            self.pending = unit
+
+    def _free_after_forward(self, path: str) -> None:
+        self._settle()
+        if self.facts.frees_late:
+            self.owed = path
+        else:
+            self.gathered.pop(path, None)
+
+    def _settle(self) -> None:
+        if self.owed is not None:
+            self.gathered.pop(self.owed, None)
+            self.owed = None
+
+    def _carry_out_reduce(self, moment: Moment) -> None:
+        unit, self.pending = self.pending, None
+        if unit is None:
+            return
+        in_flight = unit.reduce_buffer
+        if self.facts.strategy is not Strategy.NOT_SHARDED:
+            received = unit.reduce_buffer if self.facts.receives_whole else 0
+            in_flight += received + unit.reduced
+        self._consider(moment.tensors, moment.gradients + in_flight, moment)
+        if not self.facts.accumulates:
+            self.gradients += unit.gradient_shard
+
+    def _consider(self, tensors: int, whole_gradients: int, moment: Moment) -> None:
+        shards = sum(unit.shard for unit in self.units.values())
+        trained = sum(unit.gradient_shard for unit in self.units.values())
+        optimizer = int(trained * self.facts.optimizer_factor)
+        rest = (shards, self.gradients, optimizer)
+        on_device = (0, 0, 0) if self.facts.offloaded else rest
+        now = Prediction(
+            *on_device,
+            full_parameters=sum(self.units[path].full for path in self.gathered),
+            whole_gradients=whole_gradients,
+            activations=tensors,
+            when=_in_words(moment),
+            host=shards + trained + optimizer if self.facts.offloaded else 0,
+        )
+        if self.largest is None or now.total > self.largest.total:
+            self.largest = now
+
+
+def _in_words(moment: Moment) -> str:
+    name = moment.unit or "the root"
+    if moment.event in (Event.FORWARD, Event.FORWARD_END):
+        return f"in forward, at {name}"
+    return f"in backward, at {name}" if moment.event is not Event.END else "at the end of backward"
