@@ -46,7 +46,9 @@ def with_option_flags(
 def _flag(field: dataclasses.Field[Any]) -> inspect.Parameter:
     shown = str(field.default) if field.default not in ("", 0, False) else None
     help = field.metadata["help"] + (f" [{shown}]" if shown else "")
-    annotation = Annotated[type(field.default) | None, typer.Option(help=help, show_default=False)]
+    option = typer.Option(help=help, show_default=False, rich_help_panel=field.metadata["group"])
+    kind: Any = type(field.default)
+    annotation: Any = Annotated[kind | None, option]
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
     )

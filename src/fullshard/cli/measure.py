@@ -56,7 +56,7 @@ class _Mallinfo(ctypes.Structure):
     """glibc's ``struct mallinfo2``: of interest are bytes in use, in arenas and in mappings."""
 
     _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]  # noqa: RUF012
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 _mallinfo: Any = getattr(ctypes.CDLL(None), "mallinfo2", None)

@@ -6,11 +6,12 @@ schedule is followed through them: what is gathered, freed, staged and reduced w
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-__all__ = ["Event", "Facts", "Moment", "Prediction", "Strategy", "UnitSizes", "predict"]
+__all__ = ["Event", "Facts", "Moment", "Parts", "Prediction", "Strategy", "UnitSizes", "predict"]
 
 
 class Event(Enum):
@@ -82,8 +83,11 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """Bytes of each part at the moment when their sum is largest, and when that is."""
+class Parts:
+    """Bytes that a device has to have on a rank, by what they are for.
+
+    ``whole_gradients`` are those that are not reduced yet, with the buffers that reduce them.
+    """
 
     shards: int
     gradients: int
@@ -91,20 +95,29 @@ class Prediction:
     full_parameters: int
     whole_gradients: int
     activations: int
+
+    @property
+    def total(self) -> int:
+        """All parts together."""
+        return sum(dataclasses.astuple(self))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The parts at the moment when their sum is largest, what each is at most, and when it is.
+
+    ``host`` is what rests in the host's memory beside the device's.
+    """
+
+    peak: Parts
+    at_most: Parts
     when: str
-    host: int = 0
+    host: int
 
     @property
     def total(self) -> int:
         """What the device has to have."""
-        return (
-            self.shards
-            + self.gradients
-            + self.optimizer
-            + self.full_parameters
-            + self.whole_gradients
-            + self.activations
-        )
+        return self.peak.total
 
 
 def predict(units: Sequence[UnitSizes], moments: Sequence[Moment], facts: Facts) -> Prediction:
@@ -112,8 +125,10 @@ def predict(units: Sequence[UnitSizes], moments: Sequence[Moment], facts: Facts)
     walk = _Walk({unit.path: unit for unit in units}, facts)
     for moment in moments:
         walk.follow(moment)
-    assert walk.largest is not None
-    return walk.largest
+    peak, when = max(walk.seen, key=lambda seen: seen[0].total)
+    each = zip(*(dataclasses.astuple(parts) for parts, _ in walk.seen), strict=True)
+    resting = sum(walk.resting)
+    return Prediction(peak, Parts(*map(max, each)), when, resting if facts.offloaded else 0)
 
 
 @dataclass
@@ -122,7 +137,7 @@ class _Walk:
 
     units: dict[str, UnitSizes]
     facts: Facts
-    largest: Prediction | None = None
+    seen: list[tuple[Parts, str]] = field(default_factory=list)
     #: Units with full parameters, by path.
     gathered: dict[str, None] = field(default_factory=dict)
     #: Units in the order in which their forward ended, which backward follows in reverse.
@@ -132,8 +147,12 @@ class _Walk:
     gradients: int = 0
 
     def __post_init__(self) -> None:
+        shards = sum(unit.shard for unit in self.units.values())
+        trained = sum(unit.gradient_shard for unit in self.units.values())
+        #: Shards, their gradients when all are there, and the optimizer's state.
+        self.resting = (shards, trained, int(trained * self.facts.optimizer_factor))
         if self.facts.accumulates:
-            self.gradients = sum(unit.gradient_shard for unit in self.units.values())
+            self.gradients = trained
 
     def follow(self, moment: Moment) -> None:
         unit = self.units.get(moment.unit)
@@ -190,21 +209,10 @@ class _Walk:
             self.gradients += unit.gradient_shard
 
     def _consider(self, tensors: int, whole_gradients: int, moment: Moment) -> None:
-        shards = sum(unit.shard for unit in self.units.values())
-        trained = sum(unit.gradient_shard for unit in self.units.values())
-        optimizer = int(trained * self.facts.optimizer_factor)
-        rest = (shards, self.gradients, optimizer)
-        on_device = (0, 0, 0) if self.facts.offloaded else rest
-        now = Prediction(
-            *on_device,
-            full_parameters=sum(self.units[path].full for path in self.gathered),
-            whole_gradients=whole_gradients,
-            activations=tensors,
-            when=_in_words(moment),
-            host=shards + trained + optimizer if self.facts.offloaded else 0,
-        )
-        if self.largest is None or now.total > self.largest.total:
-            self.largest = now
+        shards, _, optimizer = self.resting
+        on_device = (shards, self.gradients, optimizer) if not self.facts.offloaded else (0, 0, 0)
+        full = sum(self.units[path].full for path in self.gathered)
+        self.seen.append((Parts(*on_device, full, whole_gradients, tensors), _in_words(moment)))
 
 
 def _in_words(moment: Moment) -> str:

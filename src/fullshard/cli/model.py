@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["GPT", "PRESETS", "VOCABULARY", "Block", "Size", "next_token_loss"]
+__all__ = ["GPT", "PRESETS", "VOCABULARY", "Block", "Size", "initialize", "next_token_loss"]
 
 #: Text is read as bytes: every file is in the vocabulary.
 VOCABULARY = 256
@@ -81,17 +81,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, VOCABULARY, bias=False)
-        self.apply(self._initialize)
-        for block in self.blocks:
-            # What is added to the residual stream by all blocks together keeps its scale.
-            for last in (block.attention.output, block.down):
-                nn.init.normal_(last.weight, std=0.02 / (2 * size.layers) ** 0.5)
-
-    def _initialize(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+        self.apply(initialize)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -99,6 +89,16 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def initialize(module: nn.Module) -> None:
+    """Draw the parameters that ``module`` itself holds, as GPT-2 does."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+    if isinstance(module, nn.LayerNorm):
+        module.reset_parameters()
 
 
 def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,72 +26,81 @@ def _option(
     minimum: float | None = None,
     choices: Sequence[str] = (),
     planned: bool = False,
+    group: str,
 ) -> Any:
     """A field: ``planned`` ones change the memory that a step takes, so ``plan`` has them too."""
     facts = {"help": help, "minimum": minimum, "choices": tuple(choices), "planned": planned}
-    return dataclasses.field(default=default, metadata=facts)
+    return dataclasses.field(default=default, metadata={**facts, "group": group})
+
+
+_model = functools.partial(_option, group="Model")
+_data = functools.partial(_option, group="Data")
+_optimizer = functools.partial(_option, group="Optimizer")
+_sharding = functools.partial(_option, group="Sharding")
+_folder = functools.partial(_option, group="What is left behind")
 
 
 @dataclass(frozen=True)
 class Options:
     """What to train, on what, and how."""
 
-    # The model.
-    model: str = _option("tiny", f"Size: {', '.join(PRESETS)}.", choices=[*PRESETS], planned=True)
-    layers: int = _option(0, "Blocks, if not the preset's.", minimum=0, planned=True)
-    heads: int = _option(0, "Attention heads, if not the preset's.", minimum=0, planned=True)
-    width: int = _option(0, "Width, if not the preset's.", minimum=0, planned=True)
+    model: str = _model("tiny", f"Size: {', '.join(PRESETS)}.", choices=[*PRESETS], planned=True)
+    layers: int = _model(0, "Blocks, if not the preset's.", minimum=0, planned=True)
+    heads: int = _model(0, "Attention heads, if not the preset's.", minimum=0, planned=True)
+    width: int = _model(0, "Width, if not the preset's.", minimum=0, planned=True)
 
-    # The data.
-    data: str = _option("", "Folder with text files; without one, Python's own sources.")
-    sequence: int = _option(128, "Tokens (bytes) in a sequence.", minimum=1, planned=True)
-    batch: int = _option(16, "Sequences per step, over all ranks.", minimum=1, planned=True)
-    accumulate: int = _option(1, "Backward passes per step.", minimum=1, planned=True)
-    seed: int = _option(0, "Seed of the parameters and the order of data.", minimum=0)
+    data: str = _data("", "Folder with text files; without one, Python's own sources.")
+    sequence: int = _data(128, "Tokens (bytes) in a sequence.", minimum=1, planned=True)
+    batch: int = _data(16, "Sequences per step, over all ranks.", minimum=1, planned=True)
+    accumulate: int = _data(1, "Backward passes per step.", minimum=1, planned=True)
+    seed: int = _data(0, "Seed of the parameters and the order of data.", minimum=0)
 
-    # The optimizer.
-    steps: int = _option(500, "Steps in all.", minimum=1)
-    learning_rate: float = _option(3e-3, "Peak learning rate.", minimum=0)
-    warmup: int = _option(20, "Steps until the learning rate is at its peak.", minimum=0)
-    schedule: str = _option(
-        "cosine", "After warm-up: cosine, linear, constant.", choices=["cosine", "linear", "constant"]
+    steps: int = _optimizer(500, "Steps in all.", minimum=1)
+    learning_rate: float = _optimizer(3e-3, "Peak learning rate.", minimum=0)
+    warmup: int = _optimizer(20, "Steps until the learning rate is at its peak.", minimum=0)
+    schedule: str = _optimizer(
+        "cosine",
+        "After warm-up: cosine, linear, constant.",
+        choices=["cosine", "linear", "constant"],
     )
-    final_fraction: float = _option(0.1, "Part of the peak rate that is left at the end.", minimum=0)
-    weight_decay: float = _option(0.1, "AdamW's weight decay.", minimum=0)
-    clip: float = _option(1.0, "Largest gradient norm; 0 does not clip.", minimum=0)
+    final_fraction: float = _optimizer(
+        0.1, "Part of the peak rate that is left at the end.", minimum=0
+    )
+    weight_decay: float = _optimizer(0.1, "AdamW's weight decay.", minimum=0)
+    clip: float = _optimizer(1.0, "Largest gradient norm; 0 does not clip.", minimum=0)
 
-    # Sharding.
-    ranks: int = _option(0, "Ranks on this machine; 0: one per GPU, else 2.", minimum=0, planned=True)
-    device: str = _option(
+    ranks: int = _sharding(
+        0, "Ranks on this machine; 0: one per GPU, else 2.", minimum=0, planned=True
+    )
+    device: str = _sharding(
         "auto", "auto, cpu, cuda.", choices=["auto", "cpu", "cuda"], planned=True
     )
-    strategy: str = _option(
+    strategy: str = _sharding(
         "full_shard",
         "full_shard, shard_grad_op, no_shard, hybrid_shard.",
         choices=["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"],
         planned=True,
     )
-    wrap: str = _option(
+    wrap: str = _sharding(
         "Block",
         "What becomes a unit: classes by name, size=N for N parameters, or none.",
         planned=True,
     )
-    precision: str = _option(
+    precision: str = _sharding(
         "float32",
         "What to compute in: float32, bfloat16. Shards stay in float32.",
         choices=["float32", "bfloat16"],
         planned=True,
     )
-    offload: bool = _option(False, "Shards and optimizer rest in host memory.", planned=True)
-    checkpoint_activations: bool = _option(
+    offload: bool = _sharding(False, "Shards and optimizer rest in host memory.", planned=True)
+    checkpoint_activations: bool = _sharding(
         False, "Blocks compute their activations again in backward.", planned=True
     )
 
-    # What is left behind.
-    log_every: int = _option(10, "Steps between lines of metrics.", minimum=1)
-    save_every: int = _option(100, "Steps between checkpoints; 0: only at the end.", minimum=0)
-    keep: int = _option(2, "Checkpoints to keep.", minimum=1)
-    sample: int = _option(200, "Bytes of text to sample at the end.", minimum=0)
+    log_every: int = _folder(10, "Steps between lines of metrics.", minimum=1)
+    save_every: int = _folder(100, "Steps between checkpoints; 0: only at the end.", minimum=0)
+    keep: int = _folder(2, "Checkpoints to keep.", minimum=1)
+    sample: int = _folder(200, "Bytes of text to sample at the end.", minimum=0)
 
     def size(self) -> Size:
         """The preset, with what was given in its place."""
@@ -112,7 +122,7 @@ def checked_value(name: str, value: Any, source: str) -> Any:
     field = _FIELDS.get(name)
     if field is None:
         raise BadInput(f"{source}: there is no option {name!r}{_nearest(name, [*_FIELDS])}")
-    kind = type(field.default)
+    kind: type = type(field.default)
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:
@@ -124,7 +134,7 @@ def checked_value(name: str, value: Any, source: str) -> Any:
     if choices and value not in choices:
         raise BadInput(
             f"{source}: {name} expects one of {', '.join(choices)}, but got {value!r}"
-            f"{_nearest(value, choices)}"
+            f"{_nearest(str(value), choices)}"
         )
     if minimum is not None and not value >= minimum:
         raise BadInput(f"{source}: {name} expects {minimum:g} or more, but got {value!r}")

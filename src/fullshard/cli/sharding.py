@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard import CPUOffload, MixedPrecision, ShardingStrategy
+from fullshard import MixedPrecision, ShardingStrategy
 from fullshard.wrap import ModuleWrapPolicy, decide, size_based_auto_wrap_policy
 from fullshard.wrap.selection import Policy
 
 from .options import Options
 from .problems import BadInput
 
-__all__ = ["STRATEGIES", "checkpoint_units", "compute_dtype", "wrap_policy", "wrapper_arguments"]
+__all__ = ["STRATEGIES", "checkpoint_units", "compute_dtype", "mixed_precision", "wrap_policy"]
 
 STRATEGIES = {
     "full_shard": ShardingStrategy.FULL_SHARD,
@@ -24,17 +24,6 @@ STRATEGIES = {
     "no_shard": ShardingStrategy.NO_SHARD,
     "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
 }
-
-
-def wrapper_arguments(model: nn.Module, options: Options) -> dict[str, object]:
-    """What to pass to ``FullyShardedDataParallel`` beside the model and its device."""
-    return {
-        "sharding_strategy": STRATEGIES[options.strategy],
-        "auto_wrap_policy": wrap_policy(model, options.wrap),
-        "mixed_precision": mixed_precision(options),
-        "cpu_offload": CPUOffload(offload_params=options.offload),
-        "use_orig_params": True,
-    }
 
 
 def compute_dtype(options: Options) -> torch.dtype:
