@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -9,13 +11,23 @@ from torch import nn
 
 from .api import BackwardPrefetch, ShardingStrategy
 from .engine.flat_param import FlatParameter, FlatParamHandle
+from .engine.schedule import Schedule
 from .engine.unit import Unit
+
+
+class TrainingState(Enum):
+    """What a wrapper is in the middle of."""
+
+    IDLE = auto()
+    FORWARD_BACKWARD = auto()
+    SUMMON_FULL_PARAMS = auto()
 
 
 class UnitFacts(nn.Module):
     """Read-only views of a wrapper's unit, under the names that programs look for."""
 
     _unit: Unit
+    _schedule: Schedule | None
 
     @property
     def process_group(self) -> Any:
@@ -60,3 +72,19 @@ class UnitFacts(nn.Module):
     @property
     def _flat_param(self) -> FlatParameter | None:
         return self._unit.handles[0].flat_param if self._unit.handles else None
+
+    @property
+    def training_state(self) -> TrainingState:
+        if self._unit.summoned:
+            return TrainingState.SUMMON_FULL_PARAMS
+        if self._schedule is not None and not self._schedule.is_idle:
+            return TrainingState.FORWARD_BACKWARD
+        return TrainingState.IDLE
+
+    def _assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
+        expected = [state] if isinstance(state, TrainingState) else list(state)
+        if self.training_state not in expected:
+            raise ValueError(
+                f"Unit {self._unit.name!r} is in state {self.training_state}, expected one of "
+                f"{expected}"
+            )

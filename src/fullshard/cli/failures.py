@@ -61,10 +61,10 @@ def render(failures: list[Failure]) -> str:
 
 
 def _from_process(rank: int, process: ProcessFailure) -> Failure:
-    status = process.exitcode if process.exitcode > 0 else 128 - process.exitcode
     written = _read(Path(process.error_file)) if process.error_file != "<N/A>" else None
     if written is not None:
-        return Failure(rank, written.reason, written.traceback, status, written.when)
+        return written
+    status = process.exitcode if process.exitcode > 0 else 128 - process.exitcode
     if process.exitcode < 0:
         reason = f"killed by {process.signal_name()}"
         if process.exitcode == -signal.SIGKILL:
@@ -89,7 +89,7 @@ def _read(file: Path) -> Failure | None:
             int(info["rank"]),
             content["message"]["message"],
             info["py_callstack"],
-            1,
+            int(info["exit_status"]),
             int(info["nanoseconds"]),
         )
     except (OSError, ValueError, KeyError, TypeError):

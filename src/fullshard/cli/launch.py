@@ -13,6 +13,7 @@ import sys
 import uuid
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -20,13 +21,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
+from . import rank
 from .failures import failures_of, interruptions_in, render
-from .rank import RANKS_PRINT
 
 __all__ = ["default_ranks", "launch"]
 
 #: What a rank's process runs first; the command's own words follow.
-_RANK = "fullshard.cli.rank"
+_RANK = str(Path(rank.__file__).resolve())
 #: Seconds between the signal that ends the ranks and the one that kills them. A rank that waits
 #: for others inside a collective does not react to the first.
 _SHUTDOWN_SECONDS = 5
@@ -58,7 +59,7 @@ def launch(
         if arguments.nproc_per_node.isdigit()
         else None,
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_SECONDS),
-        RANKS_PRINT: "1" if ranks_print else None,
+        rank.RANKS_PRINT: "1" if ranks_print else None,
     }
     with _environment_defaults(environment), _quiet_launcher():
         config, program, program_arguments = config_from_args(arguments)
@@ -105,7 +106,7 @@ def _arguments(
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=str(default_ranks()))
     calls = [word for name in before for word in ("--call", name)]
-    arguments = parser.parse_args([*options, "-m", _RANK])
+    arguments = parser.parse_args([*options, _RANK])
     arguments.training_script_args = [*calls, "--", *command]
     if ranks is not None:
         arguments.nproc_per_node = str(ranks)

@@ -1,7 +1,9 @@
 """What runs first in each rank that ``launch.py`` starts: set-up, then the program as ``__main__``.
 
-``python -m fullshard.cli.rank [--call module:function]... -- (script | -m module) arguments...``
+``python rank.py [--call module:function]... -- (script | -m module) arguments...``
 An error that ends the program is written where the launcher looks for it, with its traceback.
+Started by its path and made of the standard library alone, so that a program that does not need
+torch does not wait for it.
 """
 
 from __future__ import annotations
@@ -31,15 +33,18 @@ _BEFORE_THE_PROGRAM = (__file__, runpy.__file__, "<frozen runpy>")
 def main(words: Sequence[str]) -> None:
     """Call what is asked for, then run the program as Python itself would."""
     faulthandler.enable(all_threads=True)
-    parser = argparse.ArgumentParser(prog="fullshard.cli.rank")
+    parser = argparse.ArgumentParser(prog="rank.py")
     parser.add_argument("--call", action="append", default=[])
     boundary = list(words).index("--")
     calls = parser.parse_args(words[:boundary]).call
+    command = words[boundary + 1 :]
+    # Python put this file's folder first; a program expects its own, a module the working folder.
+    sys.path[0] = os.getcwd() if command[0] == "-m" else str(Path(command[0]).resolve().parent)
     try:
         for name in calls:
             module, _, function = name.partition(":")
             getattr(importlib.import_module(module), function)()
-        run_program(words[boundary + 1 :])
+        run_program(command)
     except BaseException as error:
         status = _exit_status(error)
         if status == 0:
@@ -51,13 +56,12 @@ def main(words: Sequence[str]) -> None:
 
 
 def run_program(command: Sequence[str]) -> None:
-    """Run a script, or ``-m`` and a module, with the ``sys.argv`` and ``sys.path`` it expects."""
+    """Run a script, or ``-m`` and a module, with the ``sys.argv`` that it expects."""
     if command[0] == "-m":
         sys.argv = list(command[1:])
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = list(command)
-        sys.path[0] = str(Path(command[0]).resolve().parent)
         runpy.run_path(command[0], run_name="__main__")
 
 
@@ -70,7 +74,7 @@ def record(error: BaseException) -> None:
     if isinstance(error, SystemExit):
         reason, callstack = f"sys.exit({error.code!r})", ""
     else:
-        reason, callstack = _last_line(error), _program_traceback(error)
+        reason, callstack = _summary(error), _program_traceback(error)
     content = {
         "message": {
             "message": reason,
@@ -79,6 +83,7 @@ def record(error: BaseException) -> None:
                 "timestamp": str(now // 10**9),
                 "nanoseconds": now,
                 "rank": int(os.environ.get("RANK", "0")),
+                "exit_status": _exit_status(error),
             },
         }
     }
@@ -89,12 +94,12 @@ def record(error: BaseException) -> None:
 
 def _exit_status(error: BaseException) -> int:
     if isinstance(error, SystemExit):
-        return 0 if error.code in (None, 0) else 1
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _last_line(error: BaseException) -> str:
-    return traceback.format_exception_only(error)[-1].strip()
+def _summary(error: BaseException) -> str:
+    return traceback.format_exception_only(error)[-1].strip().splitlines()[0]
 
 
 def _program_traceback(error: BaseException) -> str:

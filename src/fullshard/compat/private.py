@@ -1,0 +1,154 @@
+"""Stand-ins for private functions of torch's FSDP that programs and torch's own tests call.
+
+They have torch's names and parameters, and answer from fullshard's wrappers. Where torch speaks
+of a state beside a module, both are the wrapper here.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed.fsdp
+from torch import nn
+
+import fullshard
+from fullshard import FlatParameter, FullyShardedDataParallel
+from fullshard.api import ShardingStrategy
+from fullshard.engine.flat_param import FlatParamHandle
+from fullshard.engine.places import clean_tensor_name
+
+_register_in_torch = torch.distributed.fsdp.register_fsdp_forward_method
+Wrappers = list[FullyShardedDataParallel]
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method gather parameters as ``forward`` does: of our wrapper, or after ``fully_shard``.
+
+    Does nothing on a module that is neither.
+    """
+    if isinstance(module, FullyShardedDataParallel):
+        fullshard.register_fsdp_forward_method(module, method_name)
+    else:
+        _register_in_torch(module, method_name)
+
+
+# -- wrappers and their parts -----------------------------------------------------------------
+
+
+def _get_module_fsdp_state(module: nn.Module) -> FullyShardedDataParallel | None:
+    return module if isinstance(module, FullyShardedDataParallel) else None
+
+
+def _get_fsdp_states(module: nn.Module) -> Wrappers:
+    return FullyShardedDataParallel.fsdp_modules(module)
+
+
+def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[Wrappers, Wrappers]:
+    return _get_fsdp_states(module), _get_fsdp_states(module)
+
+
+def _get_fsdp_root_states(module: nn.Module) -> Wrappers:
+    return FullyShardedDataParallel.fsdp_modules(module, root_only=True)
+
+
+def _get_fsdp_root_states_with_modules(module: nn.Module) -> tuple[Wrappers, Wrappers]:
+    return _get_fsdp_root_states(module), _get_fsdp_root_states(module)
+
+
+def _get_fsdp_handles(module: nn.Module) -> list[FlatParamHandle]:
+    return [h for wrapper in _get_fsdp_states(module) for h in wrapper._unit.handles]
+
+
+def _module_handle(state: FullyShardedDataParallel, module: nn.Module) -> FlatParamHandle | None:
+    return state._handle
+
+
+def _has_fsdp_params(state: FullyShardedDataParallel, module: nn.Module) -> bool:
+    return bool(state._unit.handles)
+
+
+def _is_composable(state: Any) -> bool:
+    return False
+
+
+def _get_sharding_strategy(handle: FlatParamHandle | None) -> ShardingStrategy | None:
+    return handle.strategy if handle is not None else None
+
+
+# -- parameters and their names ---------------------------------------------------------------
+
+
+def _is_fsdp_flattened(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a flat parameter, or was marked as flattened by torch's own code."""
+    return isinstance(tensor, FlatParameter) or getattr(tensor, "_fsdp_flattened", False)
+
+
+def _get_param_to_fqns(
+    model: nn.Module, dedup_shared_params: bool = True
+) -> dict[nn.Parameter, list[str]]:
+    """The names, in the unwrapped model, of what each parameter holds."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter not in names:
+            names[parameter] = _names_of(path, parameter)
+        elif not dedup_shared_params and not isinstance(parameter, FlatParameter):
+            names[parameter] += _names_of(path, parameter)
+    return names
+
+
+def _names_of(path: str, parameter: nn.Parameter) -> list[str]:
+    if not isinstance(parameter, FlatParameter):
+        return [clean_tensor_name(path)]
+    unit = clean_tensor_name(path).rpartition(".")[0]
+    return [f"{unit}.{name}" if unit else name for name in parameter._fqns]
+
+
+def _get_handle_fqns_from_root(
+    state: FullyShardedDataParallel, handle: FlatParamHandle | None
+) -> list[str] | None:
+    """The names of a handle's parameters, as the root knows them; None without a handle."""
+    if handle is None:
+        return None
+    unit = state._unit.name
+    prefix = "" if unit.startswith("(root)") else f"{unit}."
+    return [f"{prefix}{name}" for name in handle.flat_param._fqns]
+
+
+# -- starting, and full parameters ------------------------------------------------------------
+
+
+def _lazy_init(state: FullyShardedDataParallel, root_module: nn.Module) -> FullyShardedDataParallel:
+    state.check_is_root()
+    return state
+
+
+def _is_fsdp_root(state: FullyShardedDataParallel, module: nn.Module) -> bool:
+    return state.check_is_root()
+
+
+def _unshard_params(
+    module: nn.Module,
+    recurse: bool,
+    writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    with_grads: bool,
+) -> AbstractContextManager[None]:
+    return FullyShardedDataParallel.summon_full_params(
+        module, recurse, writeback, rank0_only, offload_to_cpu, with_grads
+    )
+
+
+def _unshard_state(
+    module: nn.Module,
+    state: FullyShardedDataParallel,
+    writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    with_grads: bool,
+) -> AbstractContextManager[None]:
+    return FullyShardedDataParallel.summon_full_params(
+        state, False, writeback, rank0_only, offload_to_cpu, with_grads
+    )

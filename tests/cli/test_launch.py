@@ -1,0 +1,217 @@
+"""Ranks for a command: what they see, how failures and Ctrl-C are told, several machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fullshard.cli.launch import default_ranks, launch, threads_per_rank
+
+# Programs that do not import torch start within a tenth of a second.
+REPORT = """
+import json, os, pickle, sys
+from pathlib import Path
+
+class Local:
+    pass
+
+assert type(pickle.loads(pickle.dumps(Local()))) is Local
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "TORCHELASTIC_RESTART_COUNT")
+facts = {name: os.environ.get(name) for name in names}
+facts.update(argv=sys.argv, file=__file__, name=__name__, path=sys.path[0])
+facts.update(called=os.environ.get("CALLED"), torch="torch" in sys.modules)
+Path(os.environ["REPORTS"], os.environ["RANK"]).write_text(json.dumps(facts))
+"""
+#: Rank 1 fails; rank 0 fails because of it, a moment later, and is the first to have ended.
+FAIL = """
+import os, sys, time
+from pathlib import Path
+mark = Path(os.environ["REPORTS"], "failed")
+
+def deep():
+    mark.touch()
+    raise ValueError("the cause")
+
+if os.environ["RANK"] == "1":
+    try:
+        deep()
+    finally:
+        import atexit
+        atexit.register(time.sleep, 1.5)
+while not mark.exists():
+    time.sleep(0.01)
+time.sleep(0.2)
+raise RuntimeError("a consequence")
+"""
+#: A launcher in a process of its own: ranks, launcher options, program.
+START = """
+import sys
+from fullshard.cli.launch import launch
+ranks, *options, program = sys.argv[1:]
+sys.exit(launch(int(ranks), options, [program]))
+"""
+
+
+@pytest.fixture
+def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("REPORTS", str(tmp_path))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return tmp_path
+
+
+def script(folder: Path, text: str) -> str:
+    file = folder / "program.py"
+    file.write_text(text)
+    return str(file)
+
+
+def read(reports: Path, ranks: int) -> list[dict[str, object]]:
+    return [json.loads((reports / str(rank)).read_text()) for rank in range(ranks)]
+
+
+def test_a_script_runs_on_every_rank_as_python_itself_would_run_it(reports: Path) -> None:
+    program = script(reports, REPORT)
+
+    status = launch(3, [], [program, "--steps", "2", "--ranks", "x"])
+
+    assert status == 0
+    for rank, facts in enumerate(read(reports, 3)):
+        assert facts["RANK"] == facts["LOCAL_RANK"] == str(rank)
+        assert facts["WORLD_SIZE"] == "3"
+        assert facts["argv"] == [program, "--steps", "2", "--ranks", "x"]
+        assert facts["file"] == program
+        assert facts["name"] == "__main__"
+        assert facts["path"] == str(reports)
+        assert facts["OMP_NUM_THREADS"] == str(threads_per_rank(3))
+        assert not facts["torch"]
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
+def test_a_module_runs_from_the_working_folder_after_what_is_called_before_it(
+    reports: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(reports, REPORT)
+    (reports / "first.py").write_text("import os\ndef call(): os.environ['CALLED'] = 'yes'\n")
+    monkeypatch.chdir(reports)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+
+    status = launch(1, [], ["-m", "program", "one"], before=["first:call"])
+
+    (facts,) = read(reports, 1)
+    assert status == 0
+    assert facts["called"] == "yes"
+    assert facts["OMP_NUM_THREADS"] == "7"
+    assert facts["argv"] == [str(reports / "program.py"), "one"]
+
+
+def test_the_rank_that_failed_first_is_shown_first_with_its_traceback(
+    reports: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status = launch(2, [], [script(reports, FAIL)])
+
+    printed = capfd.readouterr().err
+    assert status == 1
+    assert printed.startswith("Rank 1 failed first: ValueError: the cause\nTraceback")
+    assert "in deep" in printed
+    assert "rank.py" not in printed  # nor anything else that is not the program's
+    assert "runpy" not in printed
+    assert printed.rstrip().endswith("Rank 0 failed after it: RuntimeError: a consequence")
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "message"),
+    [
+        ("sys.exit(3)", 3, "sys.exit(3)"),
+        ("os.kill(os.getpid(), 9)", 137, "killed by SIGKILL"),
+    ],
+)
+def test_other_ends_of_a_rank_are_told_and_end_the_others(
+    reports: Path, capfd: pytest.CaptureFixture[str], ending: str, status: int, message: str
+) -> None:
+    text = f"import os, sys, time\nif os.environ['RANK'] == '1': {ending}\ntime.sleep(60)\n"
+    started = time.monotonic()
+
+    assert launch(2, [], [script(reports, text)]) == status
+
+    assert time.monotonic() - started < 30
+    assert capfd.readouterr().err.startswith(f"Rank 1 failed first: {message}")
+
+
+def test_a_failed_attempt_is_told_by_the_rank_itself_and_started_again(
+    reports: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise OSError('once')\n"
+
+    assert launch(1, ["--max-restarts", "1"], [script(reports, text + REPORT)]) == 0
+
+    assert read(reports, 1)[0]["TORCHELASTIC_RESTART_COUNT"] == "1"
+    assert "OSError: once" in capfd.readouterr().err
+
+
+def test_ctrl_c_ends_every_rank_and_shows_where_one_was(reports: Path) -> None:
+    text = """
+import os, sys, time
+from pathlib import Path
+def waits():
+    Path(os.environ["REPORTS"], os.environ["RANK"] + ".pid").write_text(str(os.getpid()))
+    time.sleep(100)
+waits()
+"""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", START, "2", script(reports, text)], stderr=subprocess.PIPE, text=True
+    )
+    files = [reports / f"{rank}.pid" for rank in range(2)]
+    deadline = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+    launcher.send_signal(signal.SIGINT)
+    _, printed = launcher.communicate(timeout=60)
+
+    assert launcher.returncode == 130
+    assert printed.startswith("Stopped by SIGINT; all ranks were ended.")
+    assert "in waits" in printed
+    for file in files:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
+
+
+def test_two_machines_meet_through_torchruns_own_options(reports: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
+    program = script(reports, REPORT)
+    machines = [
+        subprocess.Popen([sys.executable, "-c", START, "1", *options, program]) for _ in range(2)
+    ]
+
+    assert [machine.wait(timeout=120) for machine in machines] == [0, 0]
+    assert [facts["WORLD_SIZE"] for facts in read(reports, 2)] == ["2", "2"]
+    assert [facts["LOCAL_RANK"] for facts in read(reports, 2)] == ["0", "0"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "command", "message"),
+    [(0, ["x.py"], "ranks expects at least 1, but got 0"), (2, [], "got an empty one")],
+)
+def test_what_cannot_be_launched_is_refused(ranks: int, command: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        launch(ranks, [], command)
+
+
+def test_threads_are_shared_out_and_never_none() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert threads_per_rank(1) == cores
+    assert threads_per_rank(10 * cores) == 1
+    assert default_ranks() >= 1

@@ -1,0 +1,117 @@
+"""Private functions of torch's FSDP that programs call answer about fullshard's wrappers."""
+
+from __future__ import annotations
+
+import torch
+from tests.compat.installed import installed
+from torch import nn
+
+import fullshard
+from fullshard import FlatParameter, FullyShardedDataParallel, ShardingStrategy
+from fullshard.testing import device, ranks
+
+
+def build(use_orig_params: bool = False) -> FullyShardedDataParallel:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5)).to(device())
+    model[2] = FullyShardedDataParallel(model[2], use_orig_params=use_orig_params)
+    return FullyShardedDataParallel(model, use_orig_params=use_orig_params)
+
+
+@ranks(2)
+def test_units_and_handles_are_found() -> None:
+    with installed():
+        from torch.distributed.fsdp import _common_utils, _runtime_utils, _traversal_utils
+
+        model = build()
+        units = FullyShardedDataParallel.fsdp_modules(model)
+        handles = _traversal_utils._get_fsdp_handles(model)
+
+        assert handles == [unit._handle for unit in units]
+        assert _traversal_utils._get_fsdp_states(model) == units
+        assert _traversal_utils._get_fsdp_states_with_modules(model) == (units, units)
+        assert _runtime_utils._get_fsdp_root_states(model) == [model]
+        assert _runtime_utils._get_fsdp_root_states_with_modules(model) == ([model], [model])
+        assert _common_utils._get_module_fsdp_state(model) is model
+        assert _common_utils._get_module_fsdp_state(model.module) is None
+        assert isinstance(model, _common_utils._FSDPState)
+        assert _common_utils._module_handle(model, model) is model._handle
+        assert _common_utils._has_fsdp_params(model, model)
+        assert not _common_utils._is_composable(model)
+        strategy = _common_utils._get_sharding_strategy(model._handle)
+        assert strategy is ShardingStrategy.FULL_SHARD
+        assert _common_utils._get_sharding_strategy(None) is None
+
+
+@ranks(2)
+def test_names_of_flattened_parameters_are_those_of_the_unwrapped_model() -> None:
+    expected = [["0.weight", "0.bias"], ["2.weight", "2.bias"]]
+    with installed():
+        from torch.distributed.fsdp import _common_utils, _runtime_utils
+
+        model = build()
+        _runtime_utils._lazy_init(model, model)
+        names = _common_utils._get_param_to_fqns(model)
+        assert list(names.values()) == expected
+        assert all(isinstance(parameter, FlatParameter) for parameter in names)
+        assert all(map(_common_utils._is_fsdp_flattened, names))
+        assert not _common_utils._is_fsdp_flattened(torch.rand(2))
+        for unit, known in zip(FullyShardedDataParallel.fsdp_modules(model), expected, strict=True):
+            assert _common_utils._get_handle_fqns_from_root(unit, unit._handle) == known
+
+        original = _common_utils._get_param_to_fqns(build(use_orig_params=True))
+        assert list(original.values()) == [[name] for names in expected for name in names]
+
+
+@ranks(2)
+def test_every_name_of_a_shared_parameter_is_given_on_demand() -> None:
+    with installed():
+        from torch.distributed.fsdp import _common_utils
+
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+        model[1].weight = model[0].weight
+        once = _common_utils._get_param_to_fqns(model)
+        every = _common_utils._get_param_to_fqns(model, dedup_shared_params=False)
+
+    assert list(once.values()) == [["0.weight"]]
+    assert list(every.values()) == [["0.weight", "1.weight"]]
+
+
+@ranks(2)
+def test_full_parameters_are_shown_through_the_private_contexts() -> None:
+    with installed():
+        from torch.distributed.fsdp import _runtime_utils, _unshard_param_utils
+        from torch.distributed.fsdp._common_utils import TrainingState
+
+        model = build()
+        assert _runtime_utils._is_fsdp_root(model, model)
+        assert not _runtime_utils._is_fsdp_root(model.module[2], model.module[2])
+        options = {
+            "writeback": True,
+            "rank0_only": False,
+            "offload_to_cpu": False,
+            "with_grads": False,
+        }
+        with _unshard_param_utils._unshard_params(model, recurse=True, **options):
+            assert model.module[0].weight.shape == (4, 3)
+            assert model.module[2].module.weight.shape == (5, 4)
+            model._assert_state(TrainingState.SUMMON_FULL_PARAMS)
+        with _unshard_param_utils._unshard_fsdp_state_params(model, model, **options):
+            assert model.module[0].weight.shape == (4, 3)
+            assert model.module[2].training_state is TrainingState.IDLE
+        model._assert_state([TrainingState.IDLE])
+
+
+@ranks(2)
+def test_a_unit_tells_that_it_is_in_the_middle_of_a_step() -> None:
+    seen = []
+
+    class Asks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(model.training_state)
+            return super().forward(x)
+
+    model = FullyShardedDataParallel(Asks(2, 2).to(device()))
+    model(torch.rand(1, 2, device=device())).sum().backward()
+
+    assert [state.name for state in seen] == ["FORWARD_BACKWARD"]
+    assert model.training_state is fullshard.facts.TrainingState.IDLE

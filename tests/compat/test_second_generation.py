@@ -1,0 +1,95 @@
+"""fully_shard (FSDP2) is not touched: it works before, during and after install()."""
+
+from __future__ import annotations
+
+import torch
+from tests.compat.installed import installed
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fullshard
+from fullshard import compat
+from fullshard.testing import device, ranks
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).to(device())
+
+
+def inputs() -> torch.Tensor:
+    torch.manual_seed(torch.distributed.get_rank())
+    return torch.rand(5, 4, device=device())
+
+
+def train(model: nn.Module) -> list[float]:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, eps=1e-3)
+    losses = []
+    for _ in range(3):
+        loss = model(inputs()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_with_fully_shard() -> list[float]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    model = build()
+    fully_shard(model[0])
+    fully_shard(model)
+    losses = train(model)
+    assert isinstance(model, FSDPModule)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert state["0.weight"].shape == (8, 4)
+    return losses
+
+
+@ranks(2)
+def test_fully_shard_trains_before_while_and_after_fullshard_is_installed() -> None:
+    expected = train(DistributedDataParallel(build()))
+
+    before = train_with_fully_shard()
+    with installed():
+        during = train_with_fully_shard()
+    after = train_with_fully_shard()
+
+    for losses in (before, during, after):
+        torch.testing.assert_close(losses, expected)
+
+
+class WithMethod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear = nn.Linear(4, 4, device=device())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.linear(x))
+
+
+@ranks(2)
+def test_a_registered_method_gathers_under_either_generation() -> None:
+    expected = WithMethod().twice(inputs())
+
+    with installed():
+        from torch.distributed.fsdp import (
+            FullyShardedDataParallel,
+            fully_shard,
+            register_fsdp_forward_method,
+        )
+
+        assert FullyShardedDataParallel is fullshard.FullyShardedDataParallel
+        for model in (fully_shard(WithMethod()), FullyShardedDataParallel(WithMethod())):
+            register_fsdp_forward_method(model, "twice")
+            torch.testing.assert_close(model.twice(inputs()), expected)
+        bare = WithMethod()
+        register_fsdp_forward_method(bare, "twice")  # neither: nothing happens
+        torch.testing.assert_close(bare.twice(inputs()), expected)
+    assert not compat.is_installed()
