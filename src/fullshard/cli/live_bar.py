@@ -15,6 +15,10 @@ from .run_folder import RunFolder
 __all__ = ["BarReporter"]
 
 
+#: Columns of a terminal in which memory and its prediction have room for words.
+_WIDE = 100
+
+
 class BarReporter(LineReporter):
     """Shows a bar while steps are made; everything else is printed above it."""
 
@@ -44,9 +48,12 @@ class BarReporter(LineReporter):
 
     def step(self, progress: Progress) -> None:
         super().step(progress)
+        memory = self.memory_text(progress)
+        if self._console.width < _WIDE:
+            memory = memory.replace(" (predicted ", "/").rstrip(")")
         numbers = (
             f"[bold]loss {progress.loss:.3f}[/]  norm {progress.gradient_norm:.2f}"
-            f"  {self.tokens_per_second:,.0f} tok/s  {self.memory_text(progress)}"
+            f"  {self.tokens_per_second:,.0f} tok/s  {memory}"
             f"  {duration_text(self.seconds_left(progress.step))} left"
         )
         self._bar.update(self._task, completed=progress.step, numbers=numbers)

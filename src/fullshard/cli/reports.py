@@ -102,7 +102,7 @@ class LineReporter(Reporter):
         rows = {
             **_in_words(self.options, ranks, units),
             "memory": f"{size_text(predicted.total)} per rank predicted",
-            "": _parts_in_words(predicted.peak),
+            "": "\n".ljust(11).join(_parts_in_words(predicted.peak)),
             "data": text.description,
             "folder": str(self.folder.path),
         }
@@ -224,15 +224,15 @@ def _in_words(options: Options, ranks: int, units: Description) -> dict[str, str
     }
 
 
-def _parts_in_words(predicted: Parts) -> str:
-    parts = {
-        "shards": predicted.shards,
-        "gradients": predicted.gradients + predicted.whole_gradients,
-        "optimizer": predicted.optimizer,
-        "full buffers": predicted.full_parameters,
-        "activations": predicted.activations,
-    }
-    return ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
+def _parts_in_words(predicted: Parts) -> list[str]:
+    """Two lines, each short enough for any terminal."""
+    gradients = predicted.gradients + predicted.whole_gradients
+    return [
+        f"shards {size_text(predicted.shards)}, gradients {size_text(gradients)}, "
+        f"optimizer {size_text(predicted.optimizer)},",
+        f"full buffers {size_text(predicted.full_parameters)}, "
+        f"activations {size_text(predicted.activations)}",
+    ]
 
 
 def duration_text(seconds: float) -> str:

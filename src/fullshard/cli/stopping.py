@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import signal
-from types import FrameType
+from types import FrameType, TracebackType
 
 __all__ = ["StopRequest"]
 
 
 class StopRequest:
-    """Remembers Ctrl-C and SIGTERM instead of ending the process. A second one ends it."""
+    """Inside the context, Ctrl-C and SIGTERM are remembered, and end nothing; a second one does."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._remember)
+
+    def __enter__(self) -> StopRequest:
+        signals = (signal.SIGINT, signal.SIGTERM)
+        self._before = {number: signal.signal(number, self._remember) for number in signals}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)

@@ -20,6 +20,7 @@ from .option_files import read_values
 from .options import Options, build_options, checked_value
 from .problems import BadInput
 from .run_folder import RunFolder, latest_run, new_run, run_named
+from .stopping import StopRequest
 from .training import main as train_on_rank
 from .training import model_facts, start_rank, train, was_restarted
 
@@ -55,7 +56,9 @@ def run_training(request: Request) -> int:
     options, folder = prepare(request, ranks=None)
     command = ["-m", train_on_rank.__module__, str(folder.path)]
     command += ["--resume"] if request.resume else []
-    return launch(ranks_here(options), launcher_options, command)
+    ranks = ranks_here(options)
+    print(f"fullshard train: starting {ranks} ranks", flush=True)
+    return launch(ranks, launcher_options, command)
 
 
 def launch_on_several_machines(request: Request, launcher_options: list[str]) -> int:
@@ -91,7 +94,8 @@ def train_as_rank(request: Request) -> None:
     if isinstance(told[0], BadInput):
         raise told[0] if dist.get_rank() == 0 else SystemExit(2)
     options, folder = told[0]
-    train(options, folder, request.resume or was_restarted())
+    with StopRequest() as stop:
+        train(options, folder, request.resume or was_restarted(), stop)
     dist.destroy_process_group()
 
 

@@ -42,12 +42,11 @@ _MEASURED_STEP = 3
 _PROMPT = b"def "
 
 
-def train(options: Options, folder: RunFolder, resume: bool) -> None:
+def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) -> None:
     """Train, save, sample. The process group is there; all ranks call this with the same."""
     device = device_of_rank(options)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     text = read_text(options.data)
-    stop = StopRequest()
 
     model = build_model(options, device)
     optimizer = torch.optim.AdamW(
@@ -251,8 +250,9 @@ def was_restarted() -> bool:
 def main(folder: RunFolder, resume: bool) -> None:
     """Train with the options in ``folder``; after a failure go on from the last checkpoint."""
     options = folder.options()
-    start_rank(options)
-    train(options, folder, resume or was_restarted())
+    with StopRequest() as stop:
+        start_rank(options)
+        train(options, folder, resume or was_restarted(), stop)
     dist.destroy_process_group()
 
 
