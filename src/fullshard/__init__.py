@@ -23,10 +23,15 @@ from .api import (
 from .engine.agreement import RanksDisagreeError
 from .engine.flat_param import FlatParameter
 from .fsdp import FullyShardedDataParallel, register_fsdp_forward_method
+from .grad.scaler import ShardedGradScaler
+from .state.checkpoint import Checkpoint, CheckpointError, SaveHandle, latest, load, save
+from .state.export import export_safetensors
 
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "Checkpoint",
+    "CheckpointError",
     "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
@@ -37,13 +42,19 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "RanksDisagreeError",
+    "SaveHandle",
+    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "export_safetensors",
+    "latest",
+    "load",
     "register_fsdp_forward_method",
+    "save",
 ]
 
 __version__ = "0.1.0.dev0"

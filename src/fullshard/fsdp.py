@@ -9,6 +9,7 @@ import contextlib
 import functools
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from typing import Any
 
@@ -29,18 +30,37 @@ from .engine.places import WRAPPED_MODULE, clean_tensor_name
 from .engine.precision import BufferPrecision, cast_floating, floating_dtype, move
 from .engine.process_groups import ProcessGroups, resolve_groups
 from .engine.schedule import Schedule
+from .engine.suitability import (
+    check_modules,
+    check_no_optimizers_in_backward,
+    check_one_device,
+    check_parameters,
+    note_places,
+    warn_of_container,
+)
+from .engine.tensor_parallel import localize
 from .engine.unit import UnitOptions
 from .facts import UnitFacts
 from .grad.clip import clip_grad_norm
+from .grad.hooks import register
 from .state.full_params import summon
-from .state.initialize import materialize
+from .state.initialize import check_initializable, holds_meta, materialize
+from .state.optim_state_dicts import OptimStateDicts
 from .state.state_dicts import StateDicts
-from .wrap import collector_paused, is_unit, resolve_ignored, wrap_submodules
+from .wrap import (
+    collector_paused,
+    find_misfits,
+    is_misfit,
+    is_unit,
+    resolve_ignored,
+    warn_of_misfits,
+    wrap_submodules,
+)
 
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(StateDicts, UnitFacts):
+class FullyShardedDataParallel(StateDicts, OptimStateDicts, UnitFacts):
     """Shards a module's parameters, gradients and optimizer state over data-parallel ranks.
 
     >>> model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
@@ -95,9 +115,13 @@ class FullyShardedDataParallel(StateDicts, UnitFacts):
         self.mixed_precision = adopt(
             mixed_precision or MixedPrecision(), MixedPrecision, "mixed_precision"
         )
+        misfit = not _exempt and is_misfit(module, self.mixed_precision)
+        if misfit:
+            warn_of_misfits({"(root)": module}, self.mixed_precision)
+            self.mixed_precision = MixedPrecision()
         self.cpu_offload = adopt(cpu_offload or CPUOffload(), CPUOffload, "cpu_offload")
         self._left_to_ancestor = frozenset(_left_to_ancestor)
-        self._exempt = _exempt
+        self._exempt = _exempt or misfit
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
         self._ignored_modules = ignored.modules
         self._ignored_params = ignored.parameters
@@ -126,12 +150,31 @@ class FullyShardedDataParallel(StateDicts, UnitFacts):
         self._full_precision_in_eval = os.environ.get(_FSDP_USE_FULL_PREC_IN_EVAL) == "1"
         with collector_paused():
             if auto_wrap_policy is not None:
+                below = [m for m in module.modules() if m not in ignored.modules]
+                check_modules(module, below)
+                check_initializable(module, below, None, param_init_fn)
                 wrap_submodules(module, auto_wrap_policy, type(self), shared_arguments, ignored)
+            elif not _exempt:
+                self._exempt_misfits(module, shared_arguments)
             self._build(module, groups, options, device_id, param_init_fn, sync_module_states)
         self._keep_mesh(device_mesh, filter(is_unit, module.modules()))
         self.add_module(WRAPPED_MODULE, module)
         self._schedule: Schedule | None = None
         self._is_root: bool | None = None
+        #: The wrapper that was constructed around this one.
+        self._enclosing: weakref.ref[FullyShardedDataParallel] | None = None
+
+    def _exempt_misfits(self, module: nn.Module, arguments: dict[str, Any]) -> None:
+        """Wrap norms on their own that could not run in this unit's precision (see ``wrap``)."""
+        misfits = find_misfits(module, self.mixed_precision, self._ignored_modules)
+        if misfits:
+            named = {misfit.path: misfit.module for misfit in misfits}
+            warn_of_misfits(named, self.mixed_precision)
+        for misfit in misfits:
+            ignored = [p for p in misfit.module.parameters() if p in self._ignored_params]
+            own = {"mixed_precision": None, "_exempt": True, "ignored_states": ignored}
+            left = {"_left_to_ancestor": self._left_to_ancestor}
+            misfit.replace_by(type(self)(misfit.module, **{**arguments, **own, **left}))
 
     def _build(
         self,
@@ -143,21 +186,40 @@ class FullyShardedDataParallel(StateDicts, UnitFacts):
         sync_module_states: bool,
     ) -> None:
         ignored = self._ignored_params | self._left_to_ancestor
+        everything = list(own_modules(module, is_unit))
+        children = (child for m in everything for child in m._modules.values())
+        nested = [child for child in children if isinstance(child, FullyShardedDataParallel)]
+        for wrapper in nested:
+            wrapper._enclosing = weakref.ref(self)
+        modules = [m for m in everything if m not in self._ignored_modules]
+        check_modules(module, modules)
+        warn_of_container(module)
         parameters = managed_parameters(module, ignored, is_unit)
+        managed = set(parameters)
+        check_parameters(module, parameters)
+        if not options.use_orig_params:
+            check_no_optimizers_in_backward(module, parameters)
         offload = self.cpu_offload.offload_params
         device = compute_device(parameters, device_id, offload, groups.shards.rank())
-        modules = [m for m in own_modules(module, is_unit) if m not in self._ignored_modules]
-        if any(p.is_meta for p in parameters):
-            materialize(modules, parameters, device, param_init_fn)
+        if not parameters and device_id is None:
+            device = next((w._unit.device for w in nested if w._unit.handles), device)
+        if any(p.is_meta for p in parameters) or any(holds_meta(m, managed) for m in modules):
+            check_initializable(module, modules, managed, param_init_fn)
+            materialize(module, modules, managed, device, param_init_fn)
             parameters = managed_parameters(module, ignored, is_unit)
+        parameters, distributions = localize(module, parameters, groups)
         if device_id is not None:
-            _move_to(parameters, modules, device)
+            _move_parameters(parameters, device)
+        if device_id is not None or offload:
+            _move_buffers(modules, device)
         if sync_module_states:
             buffers = [b for m in modules for b in m._buffers.values() if b is not None]
             for group in filter(None, (groups.shards, groups.copies)):
                 broadcast_states(parameters, buffers, group_for(group), type(module).__name__)
         order = {m: tuple(m._parameters) for m in modules}
-        self._unit = build_unit(module, parameters, groups, device, self.cpu_offload, options)
+        self._unit = build_unit(
+            module, parameters, distributions, groups, device, self.cpu_offload, options
+        )
         self._buffer_precision = BufferPrecision(modules, self.mixed_precision.buffer_dtype)
         self._keep_state(modules, order, filter(is_unit, module.modules()))
 
@@ -209,8 +271,9 @@ class FullyShardedDataParallel(StateDicts, UnitFacts):
             args, kwargs, call = self._before_module(schedule, args, kwargs)
             output = function(*args, **kwargs)
             return self._after_module(schedule, output, call)
-        except BaseException:
+        except BaseException as error:
             schedule.abandon(unit)
+            note_places(error, unit, (args, kwargs))
             raise
         finally:
             schedule.leave(unit)
@@ -232,9 +295,9 @@ class FullyShardedDataParallel(StateDicts, UnitFacts):
             )
             if dtype is not None and casts:
                 args, kwargs = cast_floating((args, kwargs), dtype)
-        if self._exempt and unit.handles:
+        if self._exempt and self._own_dtype is not None:
             self._outside_dtype = floating_dtype((args, kwargs))
-            args, kwargs = cast_floating((args, kwargs), unit.handles[0].dtypes.shard)
+            args, kwargs = cast_floating((args, kwargs), self._own_dtype)
         call = schedule.before_module(unit, exact, (args, kwargs))
         return args, kwargs, call
 
@@ -243,6 +306,13 @@ class FullyShardedDataParallel(StateDicts, UnitFacts):
         if self._exempt and self._outside_dtype is not None:
             output = cast_floating(output, self._outside_dtype)
         return output
+
+    @property
+    def _own_dtype(self) -> torch.dtype | None:
+        """What an exempt module computes in: its parameters' dtype, or its statistics'."""
+        if self._unit.handles:
+            return self._unit.handles[0].dtypes.shard
+        return floating_dtype(list(self.module.buffers()))
 
     #: What an exempt module is called with, among modules that compute in low precision.
     _outside_dtype: torch.dtype | None = None
@@ -253,7 +323,9 @@ class FullyShardedDataParallel(StateDicts, UnitFacts):
         for name, other in self.named_modules():
             if isinstance(other, FullyShardedDataParallel):
                 other._unit.name = _unit_name(name, other)
-        schedule = Schedule(self._unit, [other._unit for other in modules])
+        units = [other._unit for other in modules]
+        check_one_device(unit for unit in units if unit.handles)
+        schedule = Schedule(self._unit, units)
         for other in modules:
             other._schedule = schedule
             other._is_root = other is self
@@ -279,6 +351,9 @@ class FullyShardedDataParallel(StateDicts, UnitFacts):
 
     def check_is_root(self) -> bool:
         """Whether this wrapper is the outermost one of its model."""
+        enclosing = self._enclosing and self._enclosing()
+        if enclosing and any(module is self for module in enclosing.modules()):
+            return False
         if self._is_root is None:
             self._start()
         return bool(self._is_root)
@@ -341,6 +416,19 @@ class FullyShardedDataParallel(StateDicts, UnitFacts):
         units = [m._unit for m in self.fsdp_modules(self)]
         return clip_grad_norm(self, schedule, units, max_norm, norm_type)
 
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Have ``hook`` average the gradients of all units, in place of the engine.
+
+        Called as ``hook(state, gradient, shard)`` with a unit's whole flat gradient and the tensor
+        in which to leave this rank's shard of the average; as ``hook(state, gradient)``, in place,
+        under ``NO_SHARD``. Under the hybrid strategies the hook averages inside the sharding group
+        and the engine over the copies. See :mod:`fullshard.grad.hooks` for compressing ones.
+        """
+        if not self.check_is_root():
+            raise AssertionError("register_comm_hook can only be called on a root instance.")
+        schedule = self._schedule or self._start()
+        register([m._unit for m in self.fsdp_modules(self)], schedule, state, hook)
+
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """``nn.Module.apply`` with full parameters in place; changes are kept."""
         with self.summon_full_params(self):
@@ -364,7 +452,7 @@ class FullyShardedDataParallel(StateDicts, UnitFacts):
     def __getstate__(self) -> dict[str, Any]:
         if self._schedule is not None:
             self._schedule.rest()
-        return {**self.__dict__, "_schedule": None, "_is_root": None}
+        return {**self.__dict__, "_schedule": None, "_is_root": None, "_enclosing": None}
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -405,12 +493,13 @@ def _strategy_for(strategy: ShardingStrategy, groups: ProcessGroups) -> Sharding
     return ShardingStrategy.NO_SHARD
 
 
-def _move_to(
-    parameters: Iterable[nn.Parameter], modules: Iterable[nn.Module], device: torch.device
-) -> None:
+def _move_parameters(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
     with torch.no_grad():
         for parameter in parameters:
             parameter.data = parameter.data.to(device)
+
+
+def _move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
     for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is not None:

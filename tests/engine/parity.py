@@ -77,9 +77,15 @@ def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         # On the host and contiguous: only values are compared.
         return {
-            name: parameter.detach().cpu().clone(memory_format=torch.contiguous_format)
+            name: whole(parameter).cpu().clone(memory_format=torch.contiguous_format)
             for name, parameter in model.named_parameters()
         }
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter, or all of one that is spread over ranks by tensor parallelism."""
+    parameter = parameter.detach()
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
 def train(
@@ -87,12 +93,14 @@ def train(
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
     steps: int = 3,
     set_to_none: bool = True,
+    rank: int | None = None,
 ) -> History:
-    """Train on this rank's data; clear gradients before forward or before backward in turn."""
+    """Train on a rank's data; clear gradients before forward or before backward in turn."""
+    rank = dist.get_rank() if rank is None else rank
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     history, module = History(), model.module
     for step in range(steps):
-        inputs = module.get_input(dist.get_rank(), step)
+        inputs = module.get_input(rank, step)
         if step % 2 == 0:
             clear(optimizers, set_to_none)
         loss = module.get_loss(inputs, model(*inputs))
@@ -127,9 +135,11 @@ def train_alone(
     steps: int = 3,
     set_to_none: bool = True,
     world_size: int | None = None,
+    rank: int | None = None,
 ) -> History:
     """One process on the whole batch: the mean of every rank's loss, without communication."""
     size = world_size or dist.get_world_size()
+    rank = dist.get_rank() if rank is None else rank
     optimizer, history = make_optimizer(module.parameters()), History()
     for step in range(steps):
         optimizer.zero_grad(set_to_none=set_to_none)
@@ -137,5 +147,5 @@ def train_alone(
         losses = [module.get_loss(inputs, module(*inputs)) for inputs in batches]
         torch.stack(losses).mean().backward()
         optimizer.step()
-        history.add(losses[dist.get_rank()], full_parameters(module))
+        history.add(losses[rank], full_parameters(module))
     return history

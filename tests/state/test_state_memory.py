@@ -17,6 +17,8 @@ WIDTH, UNITS = 768, 6
 UNIT = (WIDTH * WIDTH + WIDTH) * 4
 #: What Python and the process group take beside.
 SMALL = UNIT // 10
+# Between GPUs gloo receives into device memory of its own before it fills a buffer.
+STAGING = 0 if device().type == "cpu" else UNIT
 
 
 def stack(use_orig_params: bool) -> FSDP:
@@ -40,7 +42,7 @@ def test_rank0_only_holds_one_whole_unit_at_a_time_and_nothing_on_other_ranks(
         on_device = UNITS * UNIT if device().type == "cpu" else 0
         if dist.get_rank() == 0:
             assert len(state) == 2 * UNITS
-            assert memory.peak <= on_device + UNIT + SMALL
+            assert memory.peak <= on_device + UNIT + STAGING + SMALL, memory
         else:
             assert memory.peak <= SMALL
             assert memory.left <= SMALL
@@ -76,8 +78,8 @@ def test_a_sharded_state_dict_returns_a_share_of_the_model() -> None:
         with watched_memory() as memory:
             state = model.state_dict()
         assert memory.left <= UNITS * UNIT // 4 + SMALL
-        assert memory.peak <= UNITS * UNIT // 4 + UNIT + SMALL
+        assert memory.peak <= UNITS * UNIT // 4 + UNIT + STAGING + SMALL, memory
         with watched_memory() as memory:
             model.load_state_dict(state)
-        assert memory.peak <= UNIT + UNIT // 4 + SMALL
+        assert memory.peak <= UNIT + UNIT // 4 + STAGING + SMALL, memory
     assert torch.is_grad_enabled()

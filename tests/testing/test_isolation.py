@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
-from fullshard.testing import run_on_ranks
+from fullshard.testing import device, run_on_ranks
 
 
 def draw_numbers() -> tuple[float, float]:
@@ -32,6 +34,12 @@ def torch_settings() -> tuple[torch.dtype, bool, int, str]:
 def create_groups() -> None:
     dist.new_group([0])
     dist.new_group([0, 1])
+
+
+def sum_over_a_mesh() -> float:
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("rows", "columns"))
+    ones = DTensor.from_local(torch.ones(2, device=device()), mesh["rows"], [Shard(0)])
+    return ones.sum().full_tensor().item()
 
 
 def number_of_groups() -> int:
@@ -101,3 +109,8 @@ def test_code_that_reads_torchruns_environment_can_make_its_own_group() -> None:
 
     assert run_on_ranks(3, start_again) == [3.0] * 3
     assert run_on_ranks(3, start_again) == [3.0] * 3
+
+
+def test_a_mesh_of_the_same_ranks_is_not_taken_for_that_of_the_run_before() -> None:
+    assert run_on_ranks(4, sum_over_a_mesh) == [4.0] * 4
+    assert run_on_ranks(4, sum_over_a_mesh) == [4.0] * 4

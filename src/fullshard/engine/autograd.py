@@ -13,11 +13,10 @@ Note: one node for life
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 Receiver = Callable[[tuple[torch.Tensor | None, ...]], None]
 
@@ -75,38 +74,6 @@ def holds_reentrant_checkpoint(tensors: Iterable[torch.Tensor], after: int) -> b
                 seen.add(following)
                 stack.append(following)
     return False
-
-
-def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """Every tensor that can be reached in a module's inputs or outputs.
-
-    Looks into tuples, lists, dicts, dataclasses, named tuples, packed sequences and, since people
-    return objects of their own, into the attributes of anything else that has some.
-    """
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (str, bytes, int, float, complex, type(None), torch.nn.Module)):
-        return
-    else:
-        seen = set() if seen is None else seen
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, dict):
-            children = list(value.values())
-        elif isinstance(value, (tuple, list, set, frozenset)):
-            children = list(value)
-        else:
-            children = []
-        if hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
-            children.extend(vars(value).values())
-        for child in children:
-            yield from tensors_in(child, seen)
-
-
-def replace_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with ``function`` applied to every tensor in its containers."""
-    return tree_map_only(torch.Tensor, function, value)
 
 
 def in_backward() -> bool:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..api import CPUOffload, MixedPrecision
+from ..api import CPUOffload
 from .collectives import Group, group_for
 from .flat_param import FlatParamHandle
 from .places import Place, clean_tensor_name, find_places
 from .process_groups import ProcessGroups
+from .tensor_parallel import Distribution
 from .unit import Unit, UnitOptions
 
 IsUnit = Callable[[nn.Module], bool]
@@ -90,13 +91,7 @@ def compute_device(
     rank: int,
 ) -> torch.device:
     """The device a unit computes on: the one asked for, or where its parameters are."""
-    devices = {p.device for p in parameters if p.device.type != "meta"}
-    if len(devices) > 1:
-        raise RuntimeError(
-            "FSDP only supports single device modules but got params on "
-            f"{sorted(map(str, devices))}"
-        )
-    found = next(iter(devices), None)
+    found = next((p.device for p in parameters if p.device.type != "meta"), None)
     asked = _as_device(device_id)
     if asked is not None:
         if found is not None and found.type != "cpu" and found != asked:
@@ -120,13 +115,18 @@ def _as_device(device_id: int | torch.device | None) -> torch.device | None:
             "device_id expects an int or a torch.device, but got "
             f"{device_id!r} of type {type(device_id).__name__}"
         )
-    if isinstance(device_id, torch.device):
-        if device_id.type != "cpu" and device_id.index is None:
-            return torch.device(device_id.type, torch.accelerator.current_device_index())
-        return device_id
     accelerator = (
         torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     )
+    if isinstance(device_id, torch.device):
+        if device_id.type != "cpu" and (accelerator is None or accelerator.type != device_id.type):
+            raise RuntimeError(
+                f"device_id asks for {device_id}, but torch finds no {device_id.type} device on "
+                "this machine; leave device_id out to compute where the parameters are"
+            )
+        if device_id.type != "cpu" and device_id.index is None:
+            return torch.device(device_id.type, torch.accelerator.current_device_index())
+        return device_id
     # A number names an accelerator; where there is none, programs pass their rank all the same.
     return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, device_id)
 
@@ -146,16 +146,21 @@ def broadcast_states(
 def build_unit(
     module: nn.Module,
     parameters: list[nn.Parameter],
+    distributions: Mapping[nn.Parameter, Distribution],
     groups: ProcessGroups,
     device: torch.device,
     cpu_offload: CPUOffload,
     options: UnitOptions,
 ) -> Unit:
-    """Flatten and shard ``parameters`` of ``module``; the module is changed in place."""
+    """Flatten and shard ``parameters`` of ``module``; the module is changed in place.
+
+    ``distributions`` says of which parameters these are the local parts only.
+    """
     places = find_places(module, parameters)
-    precision = options.mixed_precision
     handles = [
-        _build_handle(module, group, places, groups.shards, device, cpu_offload, options, precision)
+        _build_handle(
+            module, group, places, distributions, groups.shards, device, cpu_offload, options
+        )
         for group in group_parameters(parameters, options.use_orig_params)
     ]
     copies = group_for(groups.copies) if groups.copies is not None else None
@@ -168,12 +173,13 @@ def _build_handle(
     module: nn.Module,
     parameters: list[nn.Parameter],
     places: dict[Any, list[Place]],
+    distributions: Mapping[nn.Parameter, Distribution],
     process_group: Any,
     device: torch.device,
     cpu_offload: CPUOffload,
     options: UnitOptions,
-    precision: MixedPrecision,
 ) -> FlatParamHandle:
+    precision = options.mixed_precision
     return FlatParamHandle(
         parameters,
         module,
@@ -186,5 +192,6 @@ def _build_handle(
         process_group,
         options.use_orig_params,
         places=places,
+        distributions=distributions,
         shard=True,
     )

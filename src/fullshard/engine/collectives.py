@@ -81,6 +81,8 @@ class Group:
         return [self.group.allgather_into_tensor_coalesced(list(outputs), list(inputs))]
 
     def _gather_one(self, output: torch.Tensor, piece: torch.Tensor) -> Any:
+        if self._gloo:
+            output, piece = as_real(output), as_real(piece)
         if _NEW_NAMES:
             return self.group.all_gather_single(output, piece)
         return self.group._allgather_base(output, piece)
@@ -143,6 +145,34 @@ class Group:
         options.rootRank = 0
         for tensor in tensors:
             self.wait(self.group.broadcast([tensor], options))
+
+    def scatter_from_first(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], unit: str
+    ) -> None:
+        """Fill ``output`` on each rank with the first rank's input for it, one per rank."""
+        self.agree("scatter from the first rank", unit, output)
+        options = dist.ScatterOptions()
+        options.rootRank = 0
+        sent = [list(inputs)] if self.rank == 0 else []
+        self.wait(self.group.scatter([output], sent, options))
+
+    def gather_objects(self, value: Any, unit: str) -> list[Any]:
+        """Every rank's ``value``. For small facts: they are pickled."""
+        if self.size == 1:
+            return [value]
+        self.agree("gather facts", unit)
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def broadcast_object(self, value: Any, unit: str) -> Any:
+        """The first rank's ``value``. For small facts: it is pickled."""
+        if self.size == 1:
+            return value
+        self.agree("broadcast facts", unit)
+        held = [value]
+        dist.broadcast_object_list(held, dist.get_global_rank(self.group, 0), group=self.group)
+        return held[0]
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:

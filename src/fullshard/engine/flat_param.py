@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from ..api import ShardingStrategy, adopt
 from .buffers import FullBuffer, StandingBuffer
 from .layout import FlatParamShardMetadata, Layout, Piece, alignment_elements
 from .places import Place, find_places
+from .tensor_parallel import Distribution, distributions_of, local_part
 
 #: Environment variables, by the names under which programs look them up.
 _FSDP_SKIP_WRITEBACK_CHECK = "FSDP_SKIP_WRITEBACK_CHECK"
@@ -82,6 +83,7 @@ class FlatParamHandle:
         fsdp_extension: Any = None,
         *,
         places: dict[Any, list[Place]] | None = None,
+        distributions: Mapping[nn.Parameter, Distribution] | None = None,
         shard: bool = False,
     ) -> None:
         self.params = list(dict.fromkeys(params))
@@ -106,11 +108,13 @@ class FlatParamHandle:
         if places is None:
             places = find_places(fully_sharded_module, self.params)
         self.places = [places[p] for p in self.params]
+        #: How tensor parallelism distributed each parameter; empty where it distributed none.
+        self.distributions = distributions_of(self.params, distributions or {})
         self._set_dtypes(self.params[0].dtype)
         self.layout = self._pack(process_group.size() if shards else 1)
         self.pieces = self.layout.pieces(self.rank)
         self._cut_sizes, self._cut_positions = self._cuts()
-        self._flatten()
+        self._replace_originals(self._own_piece() if shard else self._flatten())
         if shard:
             self.shard()
         else:
@@ -133,12 +137,30 @@ class FlatParamHandle:
             alignment=alignment,
         )
 
-    def _flatten(self) -> None:
+    def _flatten(self) -> torch.Tensor:
+        """The whole buffer, filled from the original parameters."""
         first = self.params[0]
         with torch.no_grad():
             flat = torch.zeros(self.layout.padded_numel, dtype=first.dtype, device=first.device)
             for slot, parameter in zip(self.layout.slots, self.params, strict=True):
                 flat.as_strided(slot.shape, slot.stride, slot.offset).copy_(parameter)
+        return flat
+
+    def _own_piece(self) -> torch.Tensor:
+        """This rank's part of it: the whole buffer would take as much again as the originals."""
+        first = self.params[0]
+        shard = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=first.device)
+        for slot, piece, parameter in zip(self.layout.slots, self.pieces, self.params, strict=True):
+            if piece.numel:
+                dense = parameter.detach()
+                if dense.stride() != slot.stride:
+                    dense = dense.contiguous()
+                elements = dense.as_strided((slot.numel,), (1,), dense.storage_offset())
+                mine = elements[piece.start : piece.start + piece.numel]
+                shard[piece.offset : piece.offset + piece.numel] = mine
+        return shard
+
+    def _replace_originals(self, flat: torch.Tensor) -> None:
         self.shard_tensor = flat
         self.flat_param = FlatParameter(
             flat[: self.layout.numel], requires_grad=any(p.requires_grad for p in self.params)
@@ -180,10 +202,9 @@ class FlatParamHandle:
 
     def shard(self) -> None:
         """Keep this rank's part of the flat buffer and give the rest back."""
-        shard = self.shard_tensor
-        if self.layout.world_size > 1:
-            start = self.rank * self.layout.shard_numel
-            shard = shard[start : start + self.layout.shard_numel].clone()
+        shard, size = self.shard_tensor, self.layout.shard_numel
+        if shard.numel() > size:
+            shard = shard[self.rank * size : (self.rank + 1) * size].clone()
         self.is_sharded = self.strategy is not ShardingStrategy.NO_SHARD
         self.adopt_shard(shard.to("cpu") if self.offload else shard)
 
@@ -258,6 +279,17 @@ class FlatParamHandle:
         """The original parameters that this rank's shard touches."""
         return self.layout.metadata(self.flat_param._shard_param_infos)
 
+    def distribution(self, index: int) -> Distribution | None:
+        """How tensor parallelism distributed a parameter, if it did."""
+        return self.distributions[index] if self.distributions else None
+
+    def whole_shape(self, index: int) -> torch.Size:
+        """The shape of a parameter as users wrote it, before anybody took parts of it."""
+        distribution = self.distribution(index)
+        return torch.Size(
+            self.layout.slots[index].shape if distribution is None else distribution.shape
+        )
+
     # -- swapping -----------------------------------------------------------------------------
 
     def show(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -278,7 +310,8 @@ class FlatParamHandle:
         found = map(operator.getitem, self._containers, self._keys)
         if any(map(operator.is_not, found, expected)):
             return False
-        addresses = map(torch.Tensor.data_ptr, tensors)
+        locals_ = map(local_part, tensors) if self.distributions else tensors
+        addresses = map(torch.Tensor.data_ptr, locals_)
         return not any(map(operator.ne, addresses, map(torch.Tensor.data_ptr, buffer.views)))
 
     # -- write-back ---------------------------------------------------------------------------
@@ -327,9 +360,9 @@ class FlatParamHandle:
         buffer = self._buffers.get((dtype, reduce))
         if buffer is None:
             if self.layout.world_size == 1 and self._stands(dtype) and not reduce:
-                buffer = StandingBuffer(self.layout, self.shard_tensor)
+                buffer = StandingBuffer(self.layout, self.shard_tensor, self.distributions)
             else:
-                buffer = FullBuffer(self.layout, dtype, self.device)
+                buffer = FullBuffer(self.layout, dtype, self.device, self.distributions)
             self._buffers[dtype, reduce] = buffer
         return buffer
 

@@ -10,6 +10,7 @@ Note: absent gradients
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,6 +22,9 @@ from .collectives import Group, as_real
 from .flat_param import FlatParamHandle, check_shape
 
 Gradients = Sequence[torch.Tensor | None]
+
+#: Where torch's ``_apply_optimizer_in_backward`` keeps a parameter's optimizers.
+IN_BACKWARD = "_in_backward_optimizers"
 
 
 class Staged(NamedTuple):
@@ -75,11 +79,22 @@ def stage(handle: FlatParamHandle, gradients: Gradients, trainable: Sequence[boo
             as_real(places[index]).fill_(-0.0)
         places = [p for p, g in zip(places, gradients, strict=True) if g is not None]
         absent = [index for index in absent if trainable[index]]
-    torch._foreach_copy_(places, present)
+    _copy(places, present)
     if handle.use_orig_params and present:
         starts = handle.presence([gradient is not None for gradient in gradients])
         flat.index_add_(0, starts, torch.zeros_like(starts, dtype=dtype))
     return Staged(handle, flat, absent)
+
+
+def _copy(places: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+    try:
+        torch._foreach_copy_(places, gradients)
+    except RuntimeError:
+        if not any(gradient.is_sparse for gradient in gradients):
+            raise
+        # Embeddings may make sparse ones. Asking each gradient first would cost every step.
+        dense = [g.to_dense() if g.is_sparse else g for g in gradients]
+        torch._foreach_copy_(places, dense)
 
 
 def reduce(staged: Staged, average: Average, unit: str) -> torch.Tensor:
@@ -104,7 +119,7 @@ class Maybe(NamedTuple):
     """A reduced gradient that is all negative zero if no rank used the parameter."""
 
     handle: FlatParamHandle
-    parameter: nn.Parameter
+    slot: int
     gradient: torch.Tensor
 
 
@@ -123,7 +138,7 @@ def deliver(handle: FlatParamHandle, reduced: torch.Tensor, absent: Sequence[int
     cut = handle.cut(reduced)
     missing = set(absent)
     _add(handle, [(handle.params[i], piece) for i, piece in cut if i not in missing])
-    return [Maybe(handle, handle.params[i], piece) for i, piece in cut if i in missing]
+    return [Maybe(handle, i, piece) for i, piece in cut if i in missing]
 
 
 def deliver_own(handle: FlatParamHandle, gradients: Gradients) -> None:
@@ -140,9 +155,14 @@ def settle(undecided: Sequence[Maybe]) -> None:
         return
     parts = [as_real(maybe.gradient) for maybe in undecided]
     absent = torch.stack([(part.signbit() & (part == 0)).all() for part in parts])
-    for maybe, is_absent in zip(undecided, absent.tolist(), strict=True):
-        if not is_absent:
-            _add(maybe.handle, [(maybe.parameter, maybe.gradient)])
+    answers = zip(undecided, absent.tolist(), strict=True)
+    accept([maybe for maybe, is_absent in answers if not is_absent])
+
+
+def accept(found: Sequence[Maybe]) -> None:
+    """Put gradients on their parameters that some rank turned out to have."""
+    for handle, slot, gradient in found:
+        _add(handle, [(handle.params[slot], gradient)])
 
 
 def _add(handle: FlatParamHandle, pairs: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
@@ -184,6 +204,21 @@ def run_hooks(handle: FlatParamHandle) -> None:
             if parameter.grad is not None:
                 for hook in list((hooks(parameter) or {}).values()):
                     hook(parameter)
+    attributes = map(vars, handle.watched)
+    if any(map(operator.contains, attributes, itertools.repeat(IN_BACKWARD))):
+        _step_in_backward(handle)
+
+
+def _step_in_backward(handle: FlatParamHandle) -> None:
+    """Do what torch's ``_apply_optimizer_in_backward`` has autograd do for a bare parameter.
+
+    Its hooks hang on autograd nodes that no backward reaches here.
+    """
+    for parameter in handle.watched:
+        if parameter.grad is not None and hasattr(parameter, IN_BACKWARD):
+            for optimizer in getattr(parameter, IN_BACKWARD):
+                optimizer.step()
+            parameter.grad = None
 
 
 # -- gradients that stay local (no_sync) --------------------------------------------------------
@@ -231,9 +266,9 @@ def _sum(old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | N
 
 def _flatten(handle: FlatParamHandle, gradients: Gradients) -> torch.Tensor:
     flat = torch.zeros(handle.layout.numel, dtype=handle.dtypes.compute, device=handle.device)
-    for slot, gradient in zip(handle.layout.slots, gradients, strict=True):
-        if gradient is not None:
-            flat.as_strided(slot.shape, slot.stride, slot.offset).copy_(gradient)
+    slots = [s for s, g in zip(handle.layout.slots, gradients, strict=True) if g is not None]
+    places = [flat.as_strided(s.shape, s.stride, s.offset) for s in slots]
+    _copy(places, [gradient for gradient in gradients if gradient is not None])
     return flat
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .autograd import replace_tensors, tensors_in
+from .structures import replace_tensors, tensors_in
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

@@ -21,12 +21,12 @@ from .autograd import (
     BackwardEnd,
     holds_reentrant_checkpoint,
     in_backward,
-    replace_tensors,
-    tensors_in,
 )
+from .comm_hook import settle_by_vote
 from .device import lines_for
 from .gradients import Gradients
 from .progress import Call, Progress
+from .structures import replace_tensors, tensors_in
 from .unit import State, Unit
 
 #: Passes without a backward after which their order is no longer kept for prefetching.
@@ -367,6 +367,9 @@ class Schedule:
         for unit in reduced:
             unit.finish_reduce()
             unit.settle_gradients()
+        ballots = [ballot for unit in reduced if unit.ballots for ballot in unit.take_ballots()]
+        if ballots:
+            settle_by_vote(ballots)
         self._end_backward()
         for unit in reduced:
             unit.run_gradient_hooks()

@@ -24,6 +24,7 @@ from . import gradients as flow
 from .autograd import ParameterNode
 from .buffers import FullBuffer
 from .collectives import Group
+from .comm_hook import Ballot, CommHook, reduce_with_hook
 from .device import lines_for
 from .flat_param import FlatParamHandle
 
@@ -91,6 +92,10 @@ class Unit:
         self.synchronizes = True
         #: Called with all full gradients of the unit (one per parameter) when they are there.
         self.on_gradients: Callable[[Unit, Sequence[flow.Gradients]], None] | None = None
+        #: What reduces gradients in place of the engine (``register_comm_hook``).
+        self.comm_hook: CommHook | None = None
+        #: What the ranks vote on at the end of a backward whose gradients a hook reduced.
+        self.ballots: list[Ballot] = []
         self._works: list[Any] = []
         #: The full buffers in use, one per group; empty while sharded.
         self.gathered: list[FullBuffer] = []
@@ -109,6 +114,7 @@ class Unit:
         return {
             **self.__dict__,
             "on_gradients": None,
+            "ballots": [],
             "_works": [],
             "gathered": [],
             "_nodes": {},
@@ -122,6 +128,11 @@ class Unit:
     def world_size(self) -> int:
         """Ranks that gradients are averaged over."""
         return self.shards.size * (self.copies.size if self.copies else 1)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank keeps a part of the parameters only."""
+        return self.options.strategy is not ShardingStrategy.NO_SHARD
 
     @property
     def is_mixed(self) -> bool:
@@ -213,7 +224,7 @@ class Unit:
 
     def show_full(self, tracked: bool) -> None:
         """Put full parameters in place; ``tracked`` ones lead autograd to the unit's reduce."""
-        tensors = self._tracked() if tracked else [buffer.views for buffer in self.gathered]
+        tensors = self._tracked() if tracked else [buffer.shown for buffer in self.gathered]
         for handle, full in zip(self.handles, tensors, strict=True):
             handle.show(full)
         self.shows_full = True
@@ -283,15 +294,22 @@ class Unit:
     def _make_node(
         self, trainable: list[list[bool]]
     ) -> tuple[ParameterNode | None, list[list[torch.Tensor]]]:
-        tensors = [list(buffer.views) for buffer in self.gathered]
+        tensors = [list(buffer.shown) for buffer in self.gathered]
         places = [(g, i) for g, flags in enumerate(trainable) for i, on in enumerate(flags) if on]
         if not places:
             return None, tensors
+        distributed = [
+            (group, index, distribution)
+            for group, index in places
+            if (distribution := self.handles[group].distribution(index)) is not None
+        ]
 
         def receive(found: tuple[torch.Tensor | None, ...]) -> None:
             gradients: list[list[torch.Tensor | None]] = [[None] * len(t) for t in trainable]
             for (group, index), gradient in zip(places, found, strict=True):
                 gradients[group][index] = gradient
+            for group, index, distribution in distributed:
+                gradients[group][index] = distribution.local_gradient(gradients[group][index])
             assert self.on_gradients is not None
             self.on_gradients(self, gradients)
 
@@ -315,10 +333,15 @@ class Unit:
             if not any(trainable):
                 continue
             full = flow.take_local(handle, full)
-            if self.world_size == 1 and handle.use_orig_params and not handle.is_sharded:
+            if self._is_alone_with(handle):
                 flow.deliver_own(handle, full)
             else:
                 self._staged.append(flow.stage(handle, full, trainable))
+
+    def _is_alone_with(self, handle: FlatParamHandle) -> bool:
+        """Whether this rank's gradients are the result, as they are."""
+        alone = self.world_size == 1 and self.comm_hook is None
+        return alone and handle.use_orig_params and not handle.is_sharded
 
     def stage_kept_gradients(self) -> None:
         """Stage what ``no_sync`` left behind in a unit that this backward did not reach."""
@@ -332,14 +355,25 @@ class Unit:
         if not staged:
             return
         lines.reduce_after_compute()
+        # A hook of the user's may raise; after a failed collective, memory must not be freed.
+        self._reducing = staged if self.comm_hook is not None else []
         with lines.on_reduce(), torch.no_grad():
             for item in staged:
-                average = flow.Average.over(self.shards, self.copies, item.flat.dtype)
-                reduced = flow.reduce(item, average, self.name)
+                reduced = self._reduce(item)
                 if not lines.runs_ahead:
                     item.release()
-                self._undecided += flow.deliver(item.handle, reduced, item.absent)
+                undecided = flow.deliver(item.handle, reduced, item.absent)
+                if self.comm_hook is None:
+                    self._undecided += undecided
+                elif item.handle.use_orig_params:
+                    self.ballots.append(Ballot.of(item, self.shards, self.copies, undecided))
         self._reducing = staged if lines.runs_ahead else []
+
+    def _reduce(self, item: flow.Staged) -> torch.Tensor:
+        if self.comm_hook is not None:
+            return reduce_with_hook(item, self.comm_hook, self.shards, self.copies, self.name)
+        average = flow.Average.over(self.shards, self.copies, item.flat.dtype)
+        return flow.reduce(item, average, self.name)
 
     def finish_reduce(self) -> None:
         """Free the reduce buffers; compute must be ordered behind the reduce."""
@@ -352,6 +386,11 @@ class Unit:
         undecided, self._undecided = self._undecided, []
         flow.settle(undecided)
 
+    def take_ballots(self) -> list[Ballot]:
+        """What the ranks have to vote on, once."""
+        ballots, self.ballots = self.ballots, []
+        return ballots
+
     def run_gradient_hooks(self) -> None:
         """Call the user's hooks on parameters whose reduced gradients are in place."""
         for handle in self.handles:
@@ -361,4 +400,4 @@ class Unit:
         """Forget what a broken-off backward left."""
         for item in (*self._staged, *self._reducing):
             item.release()
-        self._staged, self._reducing, self._undecided = [], [], []
+        self._staged, self._reducing, self._undecided, self.ballots = [], [], [], []

@@ -5,24 +5,19 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ..engine.collectives import Group
+from ..engine.flat_param import FlatParamHandle
 from ..engine.schedule import Schedule
+from ..engine.tensor_parallel import Distribution, is_distributed, local_part
 from ..engine.unit import Unit
 
-
-class _Found(NamedTuple):
-    """This rank's gradients: its shards of them, by the ranks that have the others, and whole."""
-
-    sharded: dict[Group, list[torch.Tensor]]
-    whole: list[torch.Tensor]
-
-    def all(self) -> list[torch.Tensor]:
-        return [*self.whole, *(g for part in self.sharded.values() for g in part)]
+#: This rank's parts of gradients, by the groups of ranks that have the other parts. A gradient
+#: that is sharded and tensor-parallel has other parts in two groups, a whole one in none.
+_Found = dict[tuple[Group, ...], list[torch.Tensor]]
 
 
 def clip_grad_norm(
@@ -35,7 +30,7 @@ def clip_grad_norm(
     """Scale the gradients of ``model`` in place; return their norm before it."""
     _check(schedule, units, norm_type)
     found = _gradients(model, units)
-    gradients = found.all()
+    gradients = [gradient for part in found.values() for gradient in part]
     with torch.no_grad():
         total = _total_norm(found, schedule.root, float(norm_type))
         _scale(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
@@ -76,16 +71,49 @@ def _check(schedule: Schedule, units: Sequence[Unit], norm_type: float) -> None:
 
 
 def _gradients(model: nn.Module, units: Sequence[Unit]) -> _Found:
-    sharded: dict[Group, list[torch.Tensor]] = {}
+    found: _Found = {(): []}
     seen: set[nn.Parameter] = set()
     for unit in units:
         for handle in unit.handles:
-            if handle.is_sharded:
-                part = sharded.setdefault(unit.shards, [])
+            groups = (unit.shards,) if handle.is_sharded else ()
+            if handle.distributions:
+                _add_distributed(found, handle, groups)
+            else:
+                part = found.setdefault(groups, [])
                 part += [p.grad for p in handle.watched if p.grad is not None]
-                seen.update(handle.watched)
-    others: Iterable[nn.Parameter] = model.parameters()
-    return _Found(sharded, [p.grad for p in others if p.grad is not None and p not in seen])
+            seen.update(handle.watched)
+    for parameter in model.parameters():
+        if parameter not in seen:
+            _add_unmanaged(found, parameter)
+    return found
+
+
+def _add_distributed(found: _Found, handle: FlatParamHandle, groups: tuple[Group, ...]) -> None:
+    """Add gradients of a unit of which some are tensor-parallel."""
+    pieces: Iterable[tuple[int, torch.Tensor | None]]
+    if handle.use_orig_params:
+        pieces = enumerate(p.grad for p in handle.params)
+    else:
+        flat = handle.flat_param.grad
+        pieces = [] if flat is None else handle.cut(flat)
+    keys = [(*groups, *(d.parts if d else ())) for d in handle.distributions]
+    for key in keys:
+        # All ranks of a group come to its sum, also those that have nothing to add.
+        found.setdefault(key, [])
+    for index, piece in pieces:
+        if piece is not None:
+            found[keys[index]].append(piece)
+
+
+def _add_unmanaged(found: _Found, parameter: nn.Parameter) -> None:
+    distribution = Distribution.of(parameter) if is_distributed(parameter) else None
+    part = found.setdefault(distribution.parts if distribution else (), [])
+    if parameter.grad is None:
+        return
+    if distribution is not None:
+        # A mesh may have left terms of a sum; what is scaled has to be what was measured.
+        parameter.grad = distribution.placed(parameter.grad)
+    part.append(local_part(parameter.grad))
 
 
 def _total_norm(found: _Found, root: Unit, p: float) -> torch.Tensor:
@@ -94,14 +122,15 @@ def _total_norm(found: _Found, root: Unit, p: float) -> torch.Tensor:
     Parts are added up in double precision, where large powers do not overflow.
     """
     device = root.device
-    powers = [_power(found.whole, p, device)]
-    for group, gradients in found.sharded.items():
+    powers: list[torch.Tensor] = []
+    for groups, gradients in found.items():
         power = _power(gradients, p, device)
-        group.begin_pass("clip", root.name)
-        if math.isinf(p):
-            power = _maximum(power, group, root.name)
-        else:
-            group.all_reduce(power, root.name, "norm")
+        for group in groups:
+            group.begin_pass("clip", root.name)
+            if math.isinf(p):
+                power = _maximum(power, group, root.name)
+            else:
+                group.all_reduce(power, root.name, "norm")
         powers.append(power)
     stacked = torch.stack(powers)
     return stacked.amax() if math.isinf(p) else stacked.sum().pow(1.0 / p)
@@ -129,7 +158,13 @@ def _power(gradients: Sequence[torch.Tensor], p: float, device: torch.device) ->
 def _scale(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     for group in _alike(gradients):
         wide = torch.promote_types(group[0].dtype, torch.float32).to_real()
-        torch._foreach_mul_(group, factor.to(group[0].device, wide))
+        wide_factor = factor.to(group[0].device, wide)
+        if torch.finfo(group[0].dtype).bits >= 32:
+            torch._foreach_mul_(group, wide_factor)
+            continue
+        # A GPU would round the factor to the gradients' precision, and the product once more.
+        for gradient in group:
+            gradient.copy_(gradient * wide_factor.view(1))
 
 
 def _alike(gradients: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:

@@ -19,6 +19,7 @@ from ..engine.device import lines_for
 from ..engine.flat_param import FlatParamHandle, check_shape
 from ..engine.gradients import set_gradient
 from ..engine.schedule import Schedule
+from ..engine.tensor_parallel import as_shown, local_part
 from ..engine.unit import Unit
 from .gathering import gather_shards, in_buffer_order, store_own_part, whole_views
 
@@ -98,11 +99,23 @@ class _Part:
             self._parameters = list(handle.params)
             for parameter, view in zip(handle.params, views, strict=True):
                 parameter.data = view
+            self._show_distributed()
         else:
             trains = handle.flat_param.requires_grad
-            self._parameters = [nn.Parameter(view, requires_grad=trains) for view in views]
+            shown = as_shown(views, handle.distributions)
+            self._parameters = [nn.Parameter(view, requires_grad=trains) for view in shown]
             self._register(self._parameters)
         self._reduced = [p.grad for p in handle.params] if handle.use_orig_params else []
+
+    def _show_distributed(self) -> None:
+        """Show DTensors in place of plain parameters that hold local parts."""
+        for index, distribution in enumerate(self._handle.distributions):
+            if distribution is not None:
+                plain = self._parameters[index]
+                shown = nn.Parameter(distribution.assemble(plain), plain.requires_grad)
+                self._parameters[index] = shown
+                for place in self._handle.places[index]:
+                    place.module._parameters[place.name] = shown
 
     def _register(self, parameters: Sequence[nn.Parameter]) -> None:
         """Show separate parameters in place of the one flat parameter."""
@@ -114,10 +127,16 @@ class _Part:
                 place.module._parameters[place.name] = parameter
 
     def show_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+        for index, (parameter, gradient) in enumerate(
+            zip(self._parameters, gradients, strict=True)
+        ):
             parameter.grad = None
             if gradient is not None:
-                set_gradient(parameter, gradient.to(parameter.device))
+                gradient = gradient.to(parameter.device)
+                distribution = self._handle.distribution(index)
+                if distribution is not None:
+                    gradient = distribution.assemble(gradient)
+                set_gradient(parameter, gradient)
         self._gradients_shown = True
 
     _gradients_shown = False
@@ -132,12 +151,17 @@ class _Part:
         if handle.use_orig_params:
             for index, parameter in enumerate(found):
                 if parameter is not None:
-                    handle.params[index] = parameter
+                    handle.params[index] = self._kept(index, parameter)
+                    handle.params[index].requires_grad_(parameter.requires_grad)
         else:
             for place in (place for places in handle.places for place in places):
                 del place.module._parameters[place.name]
             handle.module._parameters["_flat_param"] = handle.flat_param
         handle.rebind()
+
+    def _kept(self, index: int, shown: nn.Parameter) -> nn.Parameter:
+        """The parameter that stays when ``shown`` goes: itself, or the plain one of a DTensor."""
+        return self._handle.params[index] if self._handle.distribution(index) else shown
 
     def _store(self, found: Sequence[nn.Parameter | None]) -> None:
         """Copy this rank's part of the full parameters into the shard."""
@@ -146,8 +170,9 @@ class _Part:
             parameter = found[index]
             if parameter is None or not piece.in_shard:
                 continue
-            check_shape("parameter", handle.places[index][0], self._views[index], parameter)
-            store_own_part(handle, index, parameter)
+            local = local_part(parameter)
+            check_shape("parameter", handle.places[index][0], self._views[index], local)
+            store_own_part(handle, index, local)
 
     def _take_gradients(self, found: Sequence[nn.Parameter | None], writeback: bool) -> None:
         handle = self._handle
@@ -161,10 +186,10 @@ class _Part:
             elif handle.is_sharded:
                 piece = handle.pieces[index]
                 slot = handle.layout.slots[index]
-                flat = in_buffer_order(slot, gradient)
+                flat = in_buffer_order(slot, local_part(gradient))
                 gradient = old.copy_(flat[piece.start : piece.start + piece.numel])
             if gradient is not None:
-                set_gradient(parameter, gradient)
+                set_gradient(self._kept(index, parameter), local_part(gradient))
 
 
 def _whole_gradients(unit: Unit, handle: FlatParamHandle) -> list[torch.Tensor | None]:

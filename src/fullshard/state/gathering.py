@@ -35,12 +35,13 @@ def gather_shards(
     return whole
 
 
-def gather_shards_to_first(unit: Unit) -> list[torch.Tensor]:
+def gather_shards_to_first(
+    unit: Unit, handles: Sequence[FlatParamHandle], shards: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """Whole flat buffers on the first of the ranks that share shards; elsewhere an empty list."""
     whole: list[torch.Tensor] = []
     is_first = unit.shards.rank == 0
-    for handle in unit.handles:
-        flat = handle.shard_tensor
+    for handle, flat in zip(handles, shards, strict=True):
         if _is_spread(handle):
             shard = flat.to(handle.device)
             flat = _empty_buffer(handle, shard) if is_first else flat
@@ -69,12 +70,18 @@ def in_buffer_order(slot: Slot, whole: torch.Tensor) -> torch.Tensor:
     return whole.as_strided((slot.numel,), (1,))
 
 
+def own_part(handle: FlatParamHandle, index: int, whole: torch.Tensor) -> torch.Tensor:
+    """The elements of a whole parameter that lie in this rank's shard, as a view where it can."""
+    piece = handle.pieces[index]
+    flat = in_buffer_order(handle.layout.slots[index], whole.detach())
+    return flat[piece.start : piece.start + piece.numel]
+
+
 def store_own_part(handle: FlatParamHandle, index: int, whole: torch.Tensor) -> None:
     """Copy this rank's part of a whole parameter into the shard."""
     piece = handle.pieces[index]
     if not piece.in_shard:
         return
-    flat = in_buffer_order(handle.layout.slots[index], whole.detach())
-    mine = flat[piece.start : piece.start + piece.numel]
+    mine = own_part(handle, index, whole)
     # Through data: autograd must not take it for a change of a saved full parameter.
     handle.shard_tensor.data[piece.offset : piece.offset + piece.numel].copy_(mine)

@@ -8,8 +8,9 @@ import torch
 
 from ..engine.flat_param import FlatParamHandle
 from ..engine.unit import Unit
+from .distributed_values import part_of, rows_here
 from .gathering import store_own_part
-from .sharded_tensors import gather_rows, is_sharded, local_rows, shape_of
+from .sharded_tensors import gather_chunks, is_sharded, shape_of
 
 
 class LoadReport(NamedTuple):
@@ -23,7 +24,6 @@ class LoadReport(NamedTuple):
 class _Chunked(NamedTuple):
     handle: FlatParamHandle
     position: int
-    value: Any
     rows: torch.Tensor
 
 
@@ -38,36 +38,38 @@ class Arrivals:
 
     def add(self, key: str, handle: FlatParamHandle, index: int, value: Any) -> None:
         """Note a value for a parameter, unless it does not fit."""
-        shape = handle.layout.slots[index].shape
+        shape = handle.whole_shape(index)
         if not isinstance(value, torch.Tensor):
             self._report.errors.append(
                 f'While copying the parameter named "{key}", expected torch.Tensor or Tensor-like '
                 f"object from checkpoint but received {type(value)}"
             )
-        elif tuple(shape_of(value)) != shape:
+        elif tuple(shape_of(value)) != tuple(shape):
             # While parameters are summoned, nn.Module compares and reports by itself.
             if not self._unit.summoned_everywhere or is_sharded(value):
                 self._report.errors.append(
                     f"size mismatch for {key}: copying a param with shape {shape_of(value)} from "
-                    f"checkpoint, the shape in current model is {torch.Size(shape)}."
+                    f"checkpoint, the shape in current model is {shape}."
                 )
-        elif is_sharded(value):
-            self._add_chunked(key, handle, index, value)
         else:
-            self._whole.append((handle, index, value))
+            self._take(key, handle, index, value)
 
-    def _add_chunked(self, key: str, handle: FlatParamHandle, index: int, value: Any) -> None:
-        if self._unit.summoned_everywhere:
+    def _take(self, key: str, handle: FlatParamHandle, index: int, value: Any) -> None:
+        if self._unit.summoned_everywhere and is_sharded(value):
             raise RuntimeError(
                 f"{key} is sharded, and whole inside summon_full_params: load it outside of the "
                 "context, or load a full state dict"
             )
+        distribution = handle.distribution(index)
         try:
-            rows = local_rows(value, self._unit.shards)
+            rows = rows_here(value, self._unit, distribution)
         except ValueError as error:
             self._report.errors.append(f"cannot load the sharded parameter {key}: {error}")
             return
-        self._chunked.append(_Chunked(handle, index, value, rows))
+        if rows is None:
+            self._whole.append((handle, index, part_of(value, distribution)))
+        else:
+            self._chunked.append(_Chunked(handle, index, rows))
 
     def store(self) -> None:
         """Copy this rank's part of every value into its shard."""
@@ -76,9 +78,8 @@ class Arrivals:
         if self._chunked:
             unit = self._unit
             unit.shards.begin_pass("load", unit.name)
-            found = gather_rows(
-                unit, [c.value for c in self._chunked], [c.rows for c in self._chunked]
-            )
+            shapes = [c.handle.layout.slots[c.position].shape for c in self._chunked]
+            found = gather_chunks(unit, shapes, [c.rows for c in self._chunked])
             for chunked, whole in zip(self._chunked, found, strict=True):
                 store_own_part(chunked.handle, chunked.position, whole)
 

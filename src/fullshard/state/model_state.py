@@ -24,12 +24,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..api import FullStateDictConfig, ShardedStateDictConfig, StateDictType
+from ..api import (
+    FullStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictType,
+)
 from ..engine.flat_param import FlatParamHandle
 from ..engine.places import WRAPPED_MODULE
 from ..engine.schedule import Schedule
+from ..engine.tensor_parallel import Distribution, local_part
 from ..engine.unit import Unit
 from . import gathering, sharded_tensors
+from .distributed_values import as_joint_dtensor
 from .loading import Arrivals, LoadReport
 from .state_types import default_settings
 
@@ -61,6 +70,7 @@ class ModelState:
     def __init__(self, wrapper: Any, modules: Iterable[nn.Module], order: Order) -> None:
         self.settings = default_settings()
         self.mesh: sharded_tensors.SharedMesh | None = None
+        self._own_mesh: sharded_tensors.SharedMesh | None = None
         self.order = order
         self._wrapper = wrapper
         self._session: Session | None = None
@@ -69,8 +79,23 @@ class ModelState:
             for index, places in enumerate(handle.places):
                 for place in places:
                     self._managed.setdefault(place.module, {})[place.name] = (handle, index)
+        #: The groups of ranks over which tensor parallelism spreads parameters, here or below.
+        self.part_groups = tuple(
+            dict.fromkeys(
+                group
+                for handle in self.unit.handles
+                for distribution in handle.distributions
+                if distribution is not None
+                for group in distribution.groups
+            )
+        )
         self._modules = list(dict.fromkeys([*modules, *self._managed]))
         self._attach()
+
+    def include_part_groups(self, below: Iterable[ModelState]) -> None:
+        """Count the groups of nested units as this one's."""
+        groups = [*self.part_groups, *(group for state in below for group in state.part_groups)]
+        self.part_groups = tuple(dict.fromkeys(groups))
 
     def _attach(self) -> None:
         for module in self._modules:
@@ -91,13 +116,32 @@ class ModelState:
     @property
     def is_visible(self) -> bool:
         """Whether this rank is to have what it saves."""
-        config = self.settings.state_dict_config
-        if not (isinstance(config, FullStateDictConfig) and config.rank0_only):
-            return True
-        return self.unit.shards.rank == 0 and self._is_first_copy
+        return self.is_first or not self._is_for_one
 
     @property
-    def _is_first_copy(self) -> bool:
+    def _is_for_one(self) -> bool:
+        """Whether only one rank is to have it."""
+        config = self.settings.state_dict_config
+        return isinstance(config, FullStateDictConfig) and config.rank0_only
+
+    @property
+    def _takes_part(self) -> bool:
+        """Whether this rank is among those that put whole parameters together."""
+        return self.leads or not self._is_for_one
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one rank that has what only one is to have."""
+        return self.leads and all(group.rank == 0 for group in self.part_groups)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first of the ranks that share, or copy, the same parts."""
+        return self.unit.shards.rank == 0 and self.is_first_copy
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this rank is among those that hold the first copy of the unit."""
         return self.unit.copies is None or self.unit.copies.rank == 0
 
     def refuse_inside_pass(self, what: str) -> None:
@@ -142,7 +186,11 @@ class ModelState:
         for places in wanted.values():
             for handle, index in places.values():
                 if handle in whole and (handle, index) not in made:
-                    made[handle, index] = self._value(whole[handle][index])
+                    made[handle, index] = self.presented(
+                        whole[handle][index],
+                        self.settings.state_dict_config,
+                        handle.distribution(index),
+                    )
         return {
             module: {name: made[place] for name, place in names.items() if place in made}
             for module, names in wanted.items()
@@ -161,33 +209,51 @@ class ModelState:
         """Whole parameters of each group, as views; nothing on ranks that are to have nothing."""
         unit = self.unit
         if unit.summoned_everywhere:
-            return {handle: _shown(handle) for handle in unit.handles} if self.is_visible else {}
-        config = self.settings.state_dict_config
-        if isinstance(config, FullStateDictConfig) and config.rank0_only:
-            if not self._is_first_copy:
+            return {handle: _shown(handle) for handle in unit.handles} if self._takes_part else {}
+        shards = [handle.shard_tensor for handle in unit.handles]
+        if self._is_for_one:
+            if not self.is_first_copy:
                 return {}
             unit.shards.begin_pass("state dict on the first rank", unit.name)
-            whole = gathering.gather_shards_to_first(unit)
+            whole = gathering.gather_shards_to_first(unit, unit.handles, shards)
         else:
             unit.shards.begin_pass("state dict", unit.name)
-            shards = [handle.shard_tensor for handle in unit.handles]
             whole = gathering.gather_shards(unit, unit.handles, shards)
         return {h: gathering.whole_views(h, f) for h, f in zip(unit.handles, whole, strict=False)}
 
-    def _value(self, whole: torch.Tensor) -> Any:
-        config = self.settings.state_dict_config
+    def presented(
+        self,
+        whole: torch.Tensor,
+        config: StateDictConfig | OptimStateDictConfig,
+        distribution: Distribution | None = None,
+    ) -> Any:
+        """A copy of a whole parameter (or of state shaped like it) as ``config`` asks for it.
+
+        With a ``distribution``, ``whole`` is this rank's part, and all ranks of its mesh call this.
+        """
         unit = self.unit
-        if isinstance(config, ShardedStateDictConfig) and sharded_tensors.has_rows(whole.shape):
+        shape = whole.shape if distribution is None else distribution.shape
+        if isinstance(
+            config, ShardedStateDictConfig | ShardedOptimStateDictConfig
+        ) and sharded_tensors.has_rows(shape):
             local = sharded_tensors.chunk(whole, unit.shards, config.offload_to_cpu)
-            mesh = self.mesh.mesh if self.mesh is not None else None
-            if mesh is None and config._use_dtensor:
-                mesh = sharded_tensors.mesh_of(unit)
-                self.mesh = sharded_tensors.SharedMesh(mesh)
+            if distribution is not None:
+                return as_joint_dtensor(local, unit, distribution)
+            mesh = self._mesh_for(config._use_dtensor)
             if mesh is not None:
                 return sharded_tensors.as_dtensor(local, whole.shape, mesh)
             return sharded_tensors.as_sharded_tensor(local, whole.shape, unit.shards)
+        if distribution is not None:
+            whole = distribution.whole(whole)
         device = torch.device("cpu") if config.offload_to_cpu else whole.device
         return whole.detach().to(device, copy=True)
+
+    def _mesh_for(self, use_dtensor: bool) -> Any:
+        """The mesh that the user gave, or one of our own where DTensors are asked for."""
+        if self.mesh is None and use_dtensor and self._own_mesh is None:
+            self._own_mesh = sharded_tensors.SharedMesh(sharded_tensors.mesh_of(self.unit))
+        shared = self.mesh or (self._own_mesh if use_dtensor else None)
+        return None if shared is None else shared.mesh
 
     def before_save(self, module: nn.Module, prefix: str) -> None:
         """A module is about to be written down."""
@@ -265,6 +331,10 @@ class ModelState:
             elif registered is None:
                 report.missing.append(key)
             if self.unit.summoned_everywhere and not is_local:
+                distribution = handle.distribution(index)
+                if distribution is not None and key in state_dict:
+                    # nn.Module copies it onto the DTensor that is shown, from another one.
+                    state_dict[key] = distribution.distribute(state_dict[key])
                 continue
             if registered is None:
                 state_dict.pop(key, None)
@@ -344,7 +414,7 @@ def _before_load(module: nn.Module, *args: Any) -> None:
 def _shown(handle: FlatParamHandle) -> list[torch.Tensor]:
     """The full parameters that ``summon_full_params`` shows now, changes included."""
     found = [places[0].module._parameters[places[0].name] for places in handle.places]
-    return [parameter.detach() for parameter in found if parameter is not None]
+    return [local_part(parameter.detach()) for parameter in found if parameter is not None]
 
 
 def _put(

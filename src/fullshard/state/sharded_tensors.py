@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..engine.collectives import Group
+from ..engine.collectives import Group, group_for
 from ..engine.unit import Unit
 
 
@@ -110,6 +110,18 @@ def as_dtensor(local: torch.Tensor, shape: Sequence[int], mesh: Any) -> Any:
     )
 
 
+def empty_like(value: Any, dtype: torch.dtype) -> Any:
+    """Uninitialised memory in the host for a tensor of ``value``'s shape, cut as ``value`` is."""
+    if hasattr(value, "local_shards"):
+        shape, shards = shape_of(value), value.local_shards()
+        mine = shards[0].tensor.shape if shards else (0, *shape[1:])
+        local = torch.empty(mine, dtype=dtype)
+        return as_sharded_tensor(local, shape, group_for(value._process_group))
+    if hasattr(value, "to_local"):
+        return torch.empty_like(value, dtype=dtype)
+    return torch.empty(value.shape, dtype=dtype)
+
+
 def mesh_of(unit: Unit) -> Any:
     """A device mesh over the groups of a unit that was given none."""
     from torch.distributed.device_mesh import DeviceMesh
@@ -168,14 +180,15 @@ def local_rows(value: Any, group: Group) -> torch.Tensor:
     return torch.empty(0, dtype=value.metadata().tensor_properties.dtype)
 
 
-def gather_rows(unit: Unit, values: Sequence[Any], locals_: Sequence[torch.Tensor]) -> list[Any]:
-    """Whole parameters, one per sharded value, from the chunks of all ranks, in one launch."""
+def gather_chunks(
+    unit: Unit, shapes: Sequence[Sequence[int]], locals_: Sequence[torch.Tensor]
+) -> list[Any]:
+    """Tensors of these shapes from the chunks of all ranks of the unit, in one launch."""
     group = unit.shards
     if group.size == 1:
         return list(locals_)
     outputs: list[torch.Tensor] = []
     inputs: list[torch.Tensor] = []
-    shapes = [shape_of(value) for value in values]
     for shape, local in zip(shapes, locals_, strict=True):
         step = -(-shape[0] // group.size) * math.prod(shape[1:])
         padded = torch.zeros(step, dtype=local.dtype, device=unit.device)

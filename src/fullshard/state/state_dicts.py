@@ -26,10 +26,12 @@ class StateDicts(nn.Module):
     ) -> None:
         """Take part in state dicts; the unit's parameters were in ``order`` before flattening."""
         known: dict[nn.Module, tuple[str, ...]] = {}
-        for wrapper in nested:
-            known.update(wrapper._model_state.order)
+        below: list[ModelState] = [wrapper._model_state for wrapper in nested]
+        for state in below:
+            known.update(state.order)
         known.update(order)
         self._model_state = ModelState(self, modules, known)
+        self._model_state.include_part_groups(below)
         self._load_errors: list[str] = []
         self.register_load_state_dict_post_hook(_report_by_known_names)
 

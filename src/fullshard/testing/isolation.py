@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from .device import device
 from .protocol import LOOPBACK, Assignment, Request
 
 # Ranks are on one machine; its name may not resolve, its loopback interface is there.
@@ -44,6 +45,7 @@ def isolated(assignment: Assignment, request: Request) -> Iterator[None]:
     os.chdir(request.working_directory)
     sys.path[:] = request.import_path
     _reset_torch()
+    _forget_meshes()
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
@@ -89,3 +91,20 @@ def _reset_torch() -> None:
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
     torch.manual_seed(0)
+
+
+def _forget_meshes() -> None:
+    """Drop what DTensors remember of operations on meshes whose groups are destroyed.
+
+    They look it up by the ranks of a mesh, which may be those of the next one. Every thread
+    remembers for itself: on a GPU, autograd has one of its own.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    if device().type != "cpu":
+        probe = torch.zeros((), device=device(), requires_grad=True)
+        probe.register_hook(lambda _: _clear_sharding_prop_cache())
+        probe.clone().backward()

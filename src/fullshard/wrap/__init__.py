@@ -24,6 +24,7 @@ from fullshard.wrap.policies import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
+from fullshard.wrap.statistics import find_misfits, is_misfit, warn_of_misfits
 
 __all__ = [
     "CustomPolicy",
@@ -45,11 +46,14 @@ __all__ = [
     "decide",
     "describe",
     "enable_wrap",
+    "find_misfits",
+    "is_misfit",
     "is_unit",
     "lambda_auto_wrap_policy",
     "resolve_ignored",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
+    "warn_of_misfits",
     "wrap",
     "wrap_submodules",
 ]

@@ -1,0 +1,207 @@
+"""A training step on real ranks of the CPU, over gloo: fullshard (FULL_SHARD and SHARD_GRAD_OP)
+against the bare model, DistributedDataParallel and torch's FSDP2.
+
+    PYTHONPATH=src python3 benchmarks/cpu_collectives.py --ranks 2 4 --json cpu.json
+
+A GPT of 8 layers and width 384, batch 2x128 on each rank, fp32, fused AdamW, one thread per rank.
+All rows live in the same processes and take turns, round by round; a ratio is the median of the
+ratios of neighbours, which share what else the machine does. "held MiB" is what is left allocated
+by set-up and some steps, "peak MiB" the most during a step, both counted by torch's allocator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gpt
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from bars import at_most, judge, show_table, show_verdicts
+from rows import Setting, Training
+
+ROWS = ["bare", "DDP", "FSDP2", "fullshard", "fullshard SHARD_GRAD_OP"]
+COLUMNS = ["step ms", "x bare", "x DDP", "x FSDP2", "held MiB", "peak MiB"]
+GRAD_OP = "fullshard SHARD_GRAD_OP"
+MIB = 2**20
+
+
+class Memory:
+    """Bytes that this process allocates for tensors while the context is open."""
+
+    def __enter__(self) -> Memory:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        self._profile = torch.profiler.profile(activities=activities, profile_memory=True)
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        gc.collect()
+        self._profile.__exit__(*exception)
+        totals = [0, *self._totals()]
+        self.left, self.peak = totals[-1], max(totals)
+
+    def _totals(self) -> Iterator[int]:
+        profiler: Any = self._profile.profiler
+        events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
+        total = 0
+        for event in sorted(events, key=lambda e: e.start_ns()):
+            total += event.nbytes()
+            yield total
+
+
+class Contestant:
+    """One row with its own process group, and the times of its turns."""
+
+    def __init__(self, row: str, size: gpt.Size, warmup: int) -> None:
+        device = torch.device("cpu")
+        group = dist.new_group(list(range(dist.get_world_size())))
+        with Memory() as building:
+            setting = Setting(gpt.Block, torch.float32, group)
+            batch = gpt.tokens(size, device)
+            self.training = Training(row, gpt.build(size, device), batch, setting)
+            self.losses = [float(self.training.step()) for _ in range(2)]
+        with Memory() as stepping:
+            self.losses.append(float(self.training.step()))
+        self.held = building.left + stepping.left
+        self.peak = building.left + stepping.peak
+        self.losses += [float(self.training.step()) for _ in range(warmup)]
+        self.times: list[float] = []
+
+    def turn(self, steps: int) -> None:
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(steps):
+            self.training.step()
+        self.times.append(1e3 * (time.perf_counter() - started) / steps)
+
+
+def measure(rank: int, ranks: int, given: argparse.Namespace, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
+    )
+    size = gpt.SIZES[given.model]
+    rows = {row: Contestant(row, size, given.warmup) for row in given.rows}
+    for _ in range(given.rounds):
+        for contestant in rows.values():
+            contestant.turn(given.steps)
+    if rank == 0:
+        Path(folder, "results.json").write_text(json.dumps(summarize(rows, ranks, given.model)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def summarize(rows: dict[str, Contestant], ranks: int, model: str) -> dict[str, Any]:
+    table: dict[str, dict[str, Any]] = {}
+    for name, row in rows.items():
+        table[name] = {
+            "step ms": statistics.median(row.times),
+            "held MiB": row.held / MIB,
+            "peak MiB": row.peak / MIB,
+            "losses": row.losses,
+            "times": row.times,
+        }
+        for other in ("bare", "DDP", "FSDP2"):
+            if other in rows:
+                pairs = zip(row.times, rows[other].times, strict=True)
+                table[name][f"x {other}"] = statistics.median(a / b for a, b in pairs)
+    parameters = sum(p.numel() for p in gpt.GPT(gpt.SIZES[model]).parameters())
+    return {
+        "ranks": ranks,
+        "model": model,
+        "parameters MiB": 4 * parameters / MIB,
+        "rows": table,
+        "bars": judge_speed(table) + judge_memory(table, ranks, 4 * parameters / MIB),
+    }
+
+
+def judge_speed(table: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Bars on ratios of neighbours, which stand in the table."""
+    verdicts = []
+    for row, other, limit in (
+        ("fullshard", "bare", 1.45),
+        ("fullshard", "FSDP2", 0.78),
+        (GRAD_OP, "DDP", 1.0),
+    ):
+        if row in table and f"x {other}" in table[row]:
+            ratio = table[row][f"x {other}"]
+            verdicts.append(
+                {
+                    "row": row,
+                    "column": "step ms",
+                    "against": other,
+                    "ratio": ratio,
+                    "limit": limit,
+                    "pass": ratio <= limit,
+                }
+            )
+    return verdicts
+
+
+def judge_memory(
+    table: dict[str, dict[str, Any]], ranks: int, parameters: float
+) -> list[dict[str, Any]]:
+    """Bars on memory, from what DDP holds and how many copies of the parameters are split.
+
+    Between steps parameters and two states of AdamW are; in a step gradients are as well, while
+    SHARD_GRAD_OP has whole parameters then. A hundredth is left for what is not split.
+    """
+    if "DDP" not in table:
+        return []
+    split = parameters * (1 - 1 / ranks)
+    bars = []
+    for row, column, copies in (
+        ("fullshard", "held MiB", 3),
+        ("fullshard", "peak MiB", 3),
+        (GRAD_OP, "held MiB", 3),
+        (GRAD_OP, "peak MiB", 2),
+    ):
+        promised = 1.01 - copies * split / table["DDP"][column]
+        bars.append(at_most(promised, "DDP", column=column, row=row))
+    return judge(tuple(bars), table)
+
+
+def show(result: dict[str, Any]) -> None:
+    size = gpt.SIZES[result["model"]]
+    print(
+        f"\nGPT of {size} ({result['parameters MiB']:.0f} MiB of parameters); "
+        f"{result['ranks']} ranks over gloo, one thread each"
+    )
+    show_table(COLUMNS, result["rows"])
+    show_verdicts(result["bars"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--model", choices=list(gpt.SIZES), default="cpu")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each row")
+    parser.add_argument("--steps", type=int, default=2, help="steps in a turn")
+    parser.add_argument("--warmup", type=int, default=2, help="further steps before the first turn")
+    parser.add_argument("--json", type=Path, help="write the results to this file, too")
+    given = parser.parse_args()
+    results = []
+    for ranks in given.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            processes.spawn(measure, args=(ranks, given, folder), nprocs=ranks)
+            results.append(json.loads(Path(folder, "results.json").read_text()))
+        show(results[-1])
+        if given.json is not None:
+            facts = {"torch": torch.__version__, "runs": results}
+            given.json.write_text(json.dumps(facts, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

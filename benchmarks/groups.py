@@ -1,0 +1,296 @@
+"""Process groups in which one process plays a rank of many: collectives that cost nothing
+(``Instant``) or as much time as a given network would need (``Delayed``).
+
+Every implementation that is compared goes through the same group, so that what the group itself
+costs the host (a Python call and a counter) is the same for all. Neither group moves data: a
+gathered buffer holds what its memory held before. So that matrices hold numbers like weights, as
+in training, and not zeros (which a GPU multiplies with less power, hence faster), ``fill`` has
+gathers write such numbers during the warm-up; memory blocks are used over and over, and keep them.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class PresentStore(dist.Store):
+    """A store in which all other ranks have always said already what this one says.
+
+    fullshard counts ranks in, in the store of its group, before it does something new. Here the
+    count is complete at once, and so the order check stays on, with what it costs.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+        self._values: dict[str, bytes] = {}
+
+    def add(self, key: str, amount: int) -> int:
+        return self._size
+
+    def set(self, key: str, value: Any) -> None:
+        self._values[key] = value if isinstance(value, bytes) else str(value).encode()
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        if not self.check(keys):
+            raise RuntimeError(f"timeout: nobody will set {keys}")
+
+    def delete_key(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
+    # The name under which torch looks for it when another store is put in front of this one.
+    deleteKey = delete_key
+
+
+class Done(dist._Work):
+    """A collective that is over."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+class Instant(dist.ProcessGroup):
+    """Rank 0 of ``size``; collectives return at once and do nothing."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(0, size)
+        self.calls = 0
+        self.fill = False
+        self._done = Done()
+        #: Torch keeps only its own half of the store.
+        self.store = PresentStore(size)
+
+    def getBackendName(self) -> str:
+        return "instant"
+
+    # A group in Python has nowhere else to keep these.
+    @property
+    def group_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
+    @property
+    def pg_name(self) -> str:
+        return self.group_name
+
+    def _launch(self, received: int) -> dist._Work:
+        """Start a collective in which this rank receives ``received`` bytes."""
+        self.calls += 1
+        return self._done
+
+    def _share(self, tensor: torch.Tensor) -> int:
+        """Bytes that come from other ranks when all hold an equal part of ``tensor``."""
+        return tensor.nbytes * (self.size() - 1) // self.size()
+
+    def _gathered(self, outputs: Sequence[torch.Tensor]) -> None:
+        if self.fill:
+            for output in outputs:
+                if output.is_floating_point():
+                    output.normal_(std=0.02)
+
+    def _reduced(self, outputs: Sequence[torch.Tensor]) -> None:
+        if self.fill:
+            for output in outputs:
+                output.normal_(std=1e-3)
+
+    # -- what implementations call; torch 2.13 renamed half of it, so both names are here ----------
+
+    def all_gather_single(self, output: torch.Tensor, piece: Any, *_: Any, **__: Any) -> dist._Work:
+        self._gathered([output])
+        return self._launch(self._share(output))
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], pieces: Any, *_: Any, **__: Any
+    ) -> dist._Work:
+        self._gathered(outputs)
+        return self._launch(sum(map(self._share, outputs)))
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, full: torch.Tensor, *_: Any, **__: Any
+    ) -> dist._Work:
+        self._reduced([output])
+        return self._launch(self._share(full))
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], *_: Any, **__: Any
+    ) -> dist._Work:
+        self._reduced(outputs)
+        return self._launch(sum(map(self._share, fulls)))
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], *_: Any, **__: Any) -> dist._Work:
+        return self._launch(2 * sum(map(self._share, tensors)))
+
+    def allgather(
+        self, outputs: Sequence[Sequence[torch.Tensor]], *_: Any, **__: Any
+    ) -> dist._Work:
+        return self._launch(sum(tensor.nbytes for each in outputs for tensor in each))
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], *_: Any, **__: Any) -> dist._Work:
+        return self._launch(sum(tensor.nbytes for tensor in tensors))
+
+    def alltoall_base(self, output: torch.Tensor, *_: Any, **__: Any) -> dist._Work:
+        return self._launch(self._share(output))
+
+    def barrier(self, *_: Any, **__: Any) -> dist._Work:
+        return self._launch(0)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    allreduce_coalesced = allreduce
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """What a collective costs: a latency, and the bytes that a rank receives over a bandwidth."""
+
+    gigabytes_per_second: float
+    latency_ms: float = 0.02
+
+    def milliseconds(self, received: int) -> float:
+        return self.latency_ms + received / self.gigabytes_per_second / 1e6
+
+
+class Delayed(Instant):
+    """An :class:`Instant` group whose collectives take the time that ``network`` would.
+
+    Like NCCL's, they run one after the other on a stream of the group's own, behind what the
+    current stream has been given, and ``wait`` orders the current stream behind them. On a CPU
+    ``wait`` blocks until the time is over. ``network`` may be set to None: no delay.
+    """
+
+    def __init__(self, size: int, network: Network | None, device: torch.device) -> None:
+        super().__init__(size)
+        self.network = network
+        #: Of each collective of the traced steps, something that tells its milliseconds.
+        self.trace: list[Callable[[], float]] | None = None
+        self._line = _DeviceLine(device) if device.type == "cuda" else _HostLine()
+
+    def _launch(self, received: int) -> dist._Work:
+        self.calls += 1
+        if self.network is None:
+            return self._done
+        return self._line.launch(self.network.milliseconds(received), self.trace)
+
+
+class _HostLine:
+    """Collectives on a CPU, as times at which they are over."""
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+
+    def launch(self, milliseconds: float, trace: list[Callable[[], float]] | None) -> dist._Work:
+        self._free_at = max(self._free_at, time.perf_counter()) + milliseconds / 1e3
+        if trace is not None:
+            trace.append(lambda: milliseconds)
+        return _Until(self._free_at)
+
+
+class _Until(Done):
+    def __init__(self, due: float) -> None:
+        super().__init__()
+        self._due = due
+
+    def is_completed(self) -> bool:
+        return time.perf_counter() >= self._due
+
+    def wait(self, timeout: Any = None) -> bool:
+        time.sleep(max(0.0, self._due - time.perf_counter()))
+        return True
+
+
+class _DeviceLine:
+    """Collectives on a GPU, as a kernel that sleeps on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._cycles_per_ms = _calibrate(device)
+
+    def launch(self, milliseconds: float, trace: list[Callable[[], float]] | None) -> dist._Work:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        timed = trace is not None
+        begun = torch.cuda.Event(enable_timing=timed)
+        over = torch.cuda.Event(enable_timing=timed)
+        with self._stream:
+            begun.record(self._stream)
+            torch.cuda._sleep(int(milliseconds * self._cycles_per_ms))
+            over.record(self._stream)
+        if trace is not None:
+            trace.append(lambda: begun.elapsed_time(over))
+        return _Behind(over, self._device)
+
+
+class _Behind(Done):
+    def __init__(self, over: torch.cuda.Event, device: torch.device) -> None:
+        super().__init__()
+        self._over = over
+        self._device = device
+
+    def is_completed(self) -> bool:
+        return self._over.query()
+
+    def wait(self, timeout: Any = None) -> bool:
+        torch.cuda.current_stream(self._device).wait_event(self._over)
+        return True
+
+
+def _calibrate(device: torch.device) -> float:
+    """Clock cycles per millisecond, as ``torch.cuda._sleep`` counts them, on a busy device."""
+    matrix = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    cycles, rates = 20_000_000, []
+    for _ in range(5):
+        for _ in range(20):
+            matrix @ matrix
+        begun, over = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        torch.cuda._sleep(cycles)
+        over.record()
+        torch.cuda.synchronize(device)
+        rates.append(cycles / begun.elapsed_time(over))
+    return sorted(rates)[2]
+
+
+_made: collections.deque[dist.ProcessGroup] = collections.deque(maxlen=1)
+
+
+def _hand_over(*_: Any) -> dist.ProcessGroup:
+    return _made[0]
+
+
+dist.Backend.register_backend("instant", _hand_over, devices=["cpu", "cuda"])
+
+
+def install(group: Instant) -> None:
+    """Make ``group`` the default process group of this process."""
+    _made.append(group)
+    dist.init_process_group("instant", store=group.store, rank=0, world_size=group.size())
+
+
+def install_alone(device: torch.device) -> None:
+    """A real default group, NCCL or gloo, in which this process is the only rank."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -1,0 +1,229 @@
+"""How much communication a step does not hide behind compute: fullshard against torch's FSDP1 and
+FSDP2, at several bandwidths, beside the ideal schedule.
+
+    PYTHONPATH=src python3 benchmarks/overlap.py --case 1.34B@64 --json overlap.json
+
+One process plays a rank over a process group whose collectives take the time of a network of the
+given bandwidth (groups.py), on a stream of their own. "compute ms" is the same row's step with
+collectives that cost nothing, "communication ms" what all of a step's collectives take together,
+"ideal ms" the larger of the two, "exposed ms" the step less the compute. "ends ms" is the first
+gather and the last reduce, which nothing is there to hide. Rows take turns, round by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import gpt
+import groups
+import torch
+from bars import show_table, show_verdicts
+from rows import Setting, Training
+from workers import Worker
+
+ROWS = ["FSDP1", "FSDP2", "fullshard"]
+COLUMNS = [
+    "step ms",
+    "compute ms",
+    "communication ms",
+    "ends ms",
+    "ideal ms",
+    "exposed ms",
+    "x ideal",
+]
+#: A difference below this part of a step is noise.
+NOISE = 0.02
+
+
+class Contestant:
+    """One row in this process, over a network that can be changed."""
+
+    def __init__(self, row: str, case: str, device: str, compute: str, latency_us: float) -> None:
+        name, ranks = case.split("@")
+        size = gpt.SIZES[name]
+        self.device = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+        self.latency_us = latency_us
+        self.group = groups.Delayed(int(ranks), None, self.device)
+        groups.install(self.group)
+        model, batch = gpt.build(size, self.device), gpt.tokens(size, self.device)
+        setting = Setting(gpt.Block, getattr(torch, compute))
+        self.training = Training(row, model, batch, setting)
+
+    def warm_up(self, steps: int) -> dict[str, Any]:
+        self.group.fill = True
+        for _ in range(steps):
+            self.training.step()
+        self.group.fill = False
+        self.rest()
+        return {}
+
+    def turn(self, bandwidth: float | None, steps: int) -> dict[str, float]:
+        """Milliseconds per step at a bandwidth, or with free collectives."""
+        self.group.network = self._network(bandwidth)
+        self.training.step()
+        self._synchronize()
+        started = time.perf_counter()
+        for _ in range(steps):
+            self.training.step()
+        self._synchronize()
+        elapsed = time.perf_counter() - started
+        self.rest()
+        return {"step ms": 1e3 * elapsed / steps}
+
+    def communicate(self, bandwidth: float) -> dict[str, float]:
+        """What the collectives of one step take, as they were timed."""
+        self.group.network = self._network(bandwidth)
+        self.group.trace = []
+        self.training.step()
+        self._synchronize()
+        times = [duration() for duration in self.group.trace]
+        self.group.trace = None
+        return {
+            "communication ms": sum(times),
+            "collectives": float(len(times)),
+            "ends ms": times[0] + times[-1],
+        }
+
+    def rest(self) -> None:
+        """Leave the device's memory to the other rows."""
+        self._synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _network(self, bandwidth: float | None) -> groups.Network | None:
+        return None if bandwidth is None else groups.Network(bandwidth, self.latency_us / 1e3)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    arguments = (given.case, given.device, given.compute, given.latency)
+    workers = {row: Worker(Contestant, row, *arguments) for row in given.rows}
+    skipped: dict[str, str] = {}
+
+    def ask(row: str, method: str, *question: Any) -> dict[str, Any]:
+        if row in skipped:
+            return {}
+        answer = workers[row].ask(method, *question)
+        if "skipped" in answer:
+            skipped[row] = answer["skipped"]
+            return {}
+        return answer
+
+    for row in workers:
+        ask(row, "warm_up", given.warmup)
+    networks: list[float | None] = [None, *given.bandwidths]
+    times: dict[tuple[str, float | None], list[float]] = {}
+    for _ in range(given.rounds):
+        for network in networks:
+            for row in workers:
+                answer = ask(row, "turn", network, given.steps)
+                times.setdefault((row, network), []).extend(answer.values())
+    facts = {
+        (row, network): ask(row, "communicate", network)
+        for network in given.bandwidths
+        for row in workers
+    }
+    for worker in workers.values():
+        worker.close()
+    tables = {
+        network: {
+            row: _values(times[row, network], times[row, None], facts[row, network])
+            for row in workers
+            if row not in skipped
+        }
+        for network in given.bandwidths
+    }
+    return {
+        "case": given.case,
+        "latency us": given.latency,
+        "bandwidths": {
+            str(network): {"rows": table, "bars": judge(table)} for network, table in tables.items()
+        },
+        "skipped": skipped,
+    }
+
+
+def _values(
+    times: list[float], compute_times: list[float], facts: dict[str, float]
+) -> dict[str, float]:
+    step, compute = statistics.median(times), statistics.median(compute_times)
+    ideal = max(compute, facts["communication ms"])
+    return {
+        **facts,
+        "step ms": step,
+        "compute ms": compute,
+        "ideal ms": ideal,
+        "exposed ms": step - compute,
+        "x ideal": step / ideal,
+    }
+
+
+def judge(table: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    """fullshard is within 5 % of its ideal, and never more exposed than a peer."""
+    ours = table.get("fullshard")
+    if ours is None:
+        return []
+    verdicts = [_verdict("step ms", "its ideal", ours["x ideal"], 1.05)]
+    for row, theirs in table.items():
+        if row != "fullshard":
+            noise = NOISE * ours["step ms"]
+            ratio = max(ours["exposed ms"], noise) / max(theirs["exposed ms"], noise)
+            verdicts.append(_verdict("exposed ms", row, ratio, 1.0))
+    return verdicts
+
+
+def _verdict(column: str, against: str, ratio: float, limit: float) -> dict[str, Any]:
+    return {
+        "row": "fullshard",
+        "column": column,
+        "against": against,
+        "ratio": ratio,
+        "limit": limit,
+        "pass": ratio <= limit,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"{result['case']}, latency {result['latency us']:g} us")
+    for network, part in result["bandwidths"].items():
+        print(f"\n{network} GB/s")
+        if part["rows"]:
+            show_table(COLUMNS, part["rows"])
+        show_verdicts(part["bars"])
+    for row, reason in result["skipped"].items():
+        print(f"{row}: not measured: {reason}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+    bandwidths = [800.0, 400.0, 200.0, 100.0, 50.0] if cuda else [0.05, 0.005]
+    parser.add_argument("--case", default="1.34B@64" if cuda else "toy@8", metavar="MODEL@RANKS")
+    parser.add_argument("--bandwidths", type=float, nargs="+", default=bandwidths, help="in GB/s")
+    parser.add_argument("--latency", type=float, default=20.0, help="of a collective, in us")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
+    parser.add_argument("--compute", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each row")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps in a turn")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the results to this file, too")
+    given = parser.parse_args()
+    result = measure(given)
+    show(result)
+    if given.json is not None:
+        given.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

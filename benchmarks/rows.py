@@ -1,0 +1,152 @@
+"""What the benchmarks compare, one entry per row: a bare model and the ways to shard it.
+
+Every row trains the same model with the same precision: compute in ``compute``, shards and
+reduction in fp32, fused AdamW. The bare model is in ``compute`` altogether: no fp32 copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class SkipRow(Exception):
+    """Why a row cannot be measured here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is the same for all rows: a unit's class, the precision of compute, the group."""
+
+    unit: type[nn.Module]
+    compute: torch.dtype
+    group: Any = None
+
+    @property
+    def precision(self) -> dict[str, torch.dtype]:
+        """Arguments of every row's class for mixed precision; empty where nothing is mixed."""
+        if self.compute is torch.float32:
+            return {}
+        return {"param_dtype": self.compute, "reduce_dtype": torch.float32}
+
+
+Build = Callable[[nn.Module, Setting], nn.Module]
+
+
+def bare(model: nn.Module, setting: Setting) -> nn.Module:
+    return model.to(setting.compute)
+
+
+def data_parallel(model: nn.Module, setting: Setting) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(
+        model.to(setting.compute), process_group=setting.group
+    )
+
+
+def fsdp1(model: nn.Module, setting: Setting) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    device = next(model.parameters()).device
+    if device.type == "cpu":
+        raise SkipRow("torch's FSDP1 does not train on CPUs")
+    return FullyShardedDataParallel(
+        model,
+        process_group=setting.group,
+        auto_wrap_policy=ModuleWrapPolicy({setting.unit}),
+        mixed_precision=MixedPrecision(**setting.precision),
+        device_id=device,
+        use_orig_params=True,
+    )
+
+
+def fsdp2(model: nn.Module, setting: Setting) -> nn.Module:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = DeviceMesh.from_group(
+        setting.group or dist.group.WORLD, next(model.parameters()).device.type
+    )
+    precision = MixedPrecisionPolicy(**setting.precision)
+    for module in model.modules():
+        if isinstance(module, setting.unit):
+            fully_shard(module, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    return model
+
+
+def megatron_fsdp(model: nn.Module, setting: Setting) -> nn.Module:
+    if importlib.util.find_spec("megatron_fsdp") is None:
+        raise SkipRow("megatron-fsdp is not installed")
+    from megatron_fsdp import fully_shard_model
+    from torch.distributed.device_mesh import DeviceMesh
+
+    device = next(model.parameters()).device
+    mesh = DeviceMesh.from_group(
+        setting.group or dist.group.WORLD, device.type, mesh_dim_names=("shards",)
+    )
+    # It has no fp32 shards unless told so, and takes the compute precision from the model.
+    return fully_shard_model(
+        model.to(setting.compute),
+        fsdp_unit_modules=[setting.unit],
+        device_mesh=mesh,
+        dp_shard_dim="shards",
+        zero_dp_strategy=3,
+        preserve_fp32_weights=True,
+        grad_reduce_in_fp32=True,
+    )
+
+
+def fullshard(model: nn.Module, setting: Setting, strategy: str = "FULL_SHARD") -> nn.Module:
+    from fullshard import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+    from fullshard.wrap import ModuleWrapPolicy
+
+    return FullyShardedDataParallel(
+        model,
+        process_group=setting.group,
+        auto_wrap_policy=ModuleWrapPolicy({setting.unit}),
+        sharding_strategy=ShardingStrategy[strategy],
+        mixed_precision=MixedPrecision(**setting.precision),
+        use_orig_params=True,
+    )
+
+
+def fullshard_grad_op(model: nn.Module, setting: Setting) -> nn.Module:
+    return fullshard(model, setting, strategy="SHARD_GRAD_OP")
+
+
+ROWS: dict[str, Build] = {
+    "bare": bare,
+    "DDP": data_parallel,
+    "FSDP1": fsdp1,
+    "FSDP2": fsdp2,
+    "Megatron-FSDP": megatron_fsdp,
+    "fullshard": fullshard,
+    "fullshard SHARD_GRAD_OP": fullshard_grad_op,
+}
+
+
+class Training:
+    """One row's model and optimizer; a step is forward, backward, update."""
+
+    def __init__(self, row: str, model: nn.Module, batch: torch.Tensor, setting: Setting) -> None:
+        with warnings.catch_warnings():
+            # With one rank, FSDP says that it does not shard; that is what is measured.
+            warnings.filterwarnings("ignore", message=".*switching to use `NO_SHARD`")
+            self.model = ROWS[row](model, setting)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.batch = batch
+
+    def step(self) -> torch.Tensor:
+        loss: torch.Tensor = self.model(self.batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()

@@ -1,0 +1,255 @@
+"""A training step on one device where collectives cost nothing: the bare model against torch's
+FSDP1 and FSDP2, Megatron-FSDP (where it is installed) and fullshard.
+
+    PYTHONPATH=src python3 benchmarks/step.py --json step.json
+    PYTHONPATH=src python3 benchmarks/step.py --cases 1.34B@8 184M@64 --rows bare FSDP2 fullshard
+
+A case is a model and a number of ranks, of which this process plays one over a process group
+whose collectives return at once (groups.py); with one rank the group is a real one (NCCL, gloo).
+bf16 compute, fp32 shards and reduction, fused AdamW. Each row lives in a process of its own,
+because some leave memory behind; the processes of a case take turns, round by round, and give
+cached memory back after their turn. Columns, medians over rounds: "step ms", time per step of
+several in a row; "host ms", time until the host has given out a step to an idle device; peak
+memory during the rounds; collectives per step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import gpt
+import groups
+import torch
+from bars import Bar, at_most, faster_by, judge, show_table, show_verdicts
+from rows import Setting, Training
+from workers import Worker
+
+PEERS = ("FSDP1", "FSDP2")
+ROWS = ["bare", "FSDP1", "FSDP2", "Megatron-FSDP", "fullshard"]
+COLUMNS = ["step ms", "host ms", "allocated GiB", "reserved GiB", "collectives"]
+MEMORY = (
+    at_most(1.0, *PEERS, column="allocated GiB"),
+    at_most(1.0, *PEERS, column="reserved GiB"),
+)
+BARS: dict[str, tuple[Bar, ...]] = {
+    "1.34B@8": (at_most(0.95, "bare"), faster_by(1.6, *PEERS), *MEMORY),
+    "1.34B@64": (at_most(0.95, "bare"), faster_by(1.6, *PEERS), *MEMORY),
+    "184M@64": (at_most(1.6, "bare"), faster_by(2.2, *PEERS), *MEMORY),
+    "3.5B@64": (at_most(0.97, *PEERS), *MEMORY),
+    "1.34B@1": (at_most(1.15, "bare"), *MEMORY),
+    "toy@8": (at_most(0.95, "bare"), *MEMORY),
+    "toy@1": (at_most(1.15, "bare"), *MEMORY),
+}
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a worker measures."""
+
+    row: str
+    case: str
+    device: str
+    compute: str
+    steps: int
+    warmup: int
+
+    @property
+    def size(self) -> gpt.Size:
+        return gpt.SIZES[self.case.split("@")[0]]
+
+    @property
+    def ranks(self) -> int:
+        return int(self.case.split("@")[1])
+
+
+class Contestant:
+    """One row in this process."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.device = torch.device(task.device, 0) if task.device == "cuda" else torch.device("cpu")
+        self.group = groups.Instant(task.ranks) if task.ranks > 1 else None
+        if self.group is None:
+            groups.install_alone(self.device)
+        else:
+            groups.install(self.group)
+        model = gpt.build(task.size, self.device)
+        self.parameters = sum(p.numel() for p in model.parameters())
+        batch = gpt.tokens(task.size, self.device)
+        started = time.perf_counter()
+        setting = Setting(gpt.Block, getattr(torch, task.compute))
+        self.training = Training(task.row, model, batch, setting)
+        self._synchronize()
+        self.setup = time.perf_counter() - started
+        del model
+
+    def warm_up(self) -> dict[str, Any]:
+        if self.group is not None:
+            self.group.fill = True
+        losses = [float(self.training.step()) for _ in range(self.task.warmup)]
+        if self.group is not None:
+            self.group.fill = False
+        counted = self._collectives()
+        self.rest()
+        return {
+            "parameters": self.parameters,
+            "set-up s": self.setup,
+            "losses": losses,
+            "collectives": counted,
+        }
+
+    def round(self) -> dict[str, float | None]:
+        """Measure one turn; the first step, which gets the memory back, is not timed."""
+        self.training.step()
+        self._synchronize()
+        started = time.perf_counter()
+        self.training.step()
+        host = time.perf_counter() - started
+        self._synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        for _ in range(self.task.steps):
+            self.training.step()
+        self._synchronize()
+        step = (time.perf_counter() - started) / self.task.steps
+        return {"step ms": 1e3 * step, "host ms": 1e3 * host, **self._memory()}
+
+    def _collectives(self) -> float:
+        """Collectives in one step: counted by our group, or seen by the profiler in a real one."""
+        if self.group is not None:
+            before = self.group.calls
+            self.training.step()
+            return self.group.calls - before
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            self.training.step()
+        return sum(e.count for e in profile.key_averages() if e.key.startswith("c10d::"))
+
+    def _memory(self) -> dict[str, float | None]:
+        if self.device.type != "cuda":
+            return {"allocated GiB": None, "reserved GiB": None}
+        peaks = {
+            "allocated GiB": torch.cuda.max_memory_allocated() / GIB,
+            "reserved GiB": torch.cuda.max_memory_reserved() / GIB,
+        }
+        self.rest()
+        return peaks
+
+    def rest(self) -> None:
+        """Leave the device's memory to the other rows."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
+    """All rows of one case, in turns."""
+    rows = {
+        name: Worker(
+            Contestant, Task(name, case, given.device, given.compute, given.steps, given.warmup)
+        )
+        for name in given.rows
+    }
+    table: dict[str, dict[str, Any]] = {}
+    skipped: dict[str, str] = {}
+    for name, row in rows.items():
+        answer = row.ask("warm_up")
+        if "skipped" in answer:
+            skipped[name] = answer["skipped"]
+            row.close()
+        else:
+            table[name] = {**answer, "rounds": []}
+    for _ in range(given.rounds):
+        for name in [*table]:
+            answer = rows[name].ask("round")
+            if "skipped" in answer:
+                skipped[name] = answer["skipped"]
+                del table[name]
+            else:
+                table[name]["rounds"].append(answer)
+    for name in table:
+        rows[name].close()
+    for values in table.values():
+        values.update(_summary(values["rounds"]))
+    return {"case": case, "rows": table, "skipped": skipped, "bars": _judge(case, table)}
+
+
+def _summary(rounds: list[dict[str, float | None]]) -> dict[str, float | None]:
+    """Medians of times, peaks of memory."""
+    summary: dict[str, float | None] = {}
+    for column in rounds[0]:
+        values = [each[column] for each in rounds if each[column] is not None]
+        combine = max if column.endswith("GiB") else statistics.median
+        summary[column] = combine(values) if values else None
+    return summary
+
+
+def _judge(case: str, table: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    verdicts = judge(BARS.get(case, MEMORY), table)
+    if case.endswith("@1") and "fullshard" in table:
+        count = table["fullshard"]["collectives"]
+        verdicts.append(
+            {
+                "row": "fullshard",
+                "column": "collectives",
+                "against": "(count)",
+                "ratio": float(count),
+                "limit": 0.0,
+                "pass": count == 0,
+            }
+        )
+    return verdicts
+
+
+def show(result: dict[str, Any]) -> None:
+    name, ranks = result["case"].split("@")
+    parameters = max((row["parameters"] for row in result["rows"].values()), default=0)
+    print(f"\n{name} ({gpt.SIZES[name]}; {parameters / 1e6:,.1f} M parameters), {ranks} ranks")
+    if result["rows"]:
+        show_table(COLUMNS, result["rows"])
+    for row, reason in result["skipped"].items():
+        print(f"{row}: not measured: {reason}")
+    show_verdicts(result["bars"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+    cases = ["1.34B@8", "1.34B@64", "184M@64", "3.5B@64", "1.34B@1"] if cuda else ["toy@8", "toy@1"]
+    parser.add_argument("--cases", nargs="+", default=cases, metavar="MODEL@RANKS")
+    parser.add_argument("--rows", nargs="+", default=ROWS, choices=ROWS)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
+    parser.add_argument("--compute", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each row")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps in a turn")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before the first turn")
+    parser.add_argument("--json", type=Path, help="write the results to this file, too")
+    given = parser.parse_args()
+    device = torch.cuda.get_device_name() if given.device == "cuda" else "CPU, one thread"
+    print(f"{device}, torch {torch.__version__}; {given.rounds} rounds of {given.steps} steps")
+    results = []
+    for case in given.cases:
+        results.append(measure(case, given))
+        show(results[-1])
+        if given.json is not None:
+            facts = {"device": device, "torch": torch.__version__, "cases": results}
+            given.json.write_text(json.dumps(facts, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Gradients that a function of the user's reduces, in place of the engine's own collectives.
+
+Note: absent gradients under a hook
+    What a hook does to negative zeros is not known: a cast may make some, a compression lose
+    them. So they do not mark absent gradients here (see ``gradients.py``). The ranks vote
+    instead, once at the end of a backward, by which parameters each of them used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from .collectives import Group
+from .gradients import Maybe, Staged, accept
+
+
+class CommHook:
+    """A function, and the state that it is called with for every unit on this rank."""
+
+    def __init__(self, state: object, function: Callable[..., Any]) -> None:
+        self.state = state
+        self.function = function
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CommHook:
+        # The state may hold process groups, which cannot be copied; it is shared by all units.
+        return self
+
+
+class Ballot(NamedTuple):
+    """Which parameters of one reduced group this rank used, and what it cannot decide alone."""
+
+    shards: Group
+    copies: Group | None
+    device: torch.device
+    present: list[bool]
+    undecided: list[Maybe]
+
+    @classmethod
+    def of(
+        cls, staged: Staged, shards: Group, copies: Group | None, undecided: list[Maybe]
+    ) -> Ballot:
+        absent = set(staged.absent)
+        present = [index not in absent for index in range(len(staged.handle.layout.slots))]
+        return cls(shards, copies, staged.handle.device, present, undecided)
+
+
+def reduce_with_hook(
+    staged: Staged, hook: CommHook, shards: Group, copies: Group | None, unit: str
+) -> torch.Tensor:
+    """What the hook makes of the staged gradients: this rank's shard, or all of it.
+
+    The hook is called as ``hook(state, full, shard)``, or ``hook(state, full)`` where nothing is
+    sharded, and averages over the ranks that share the shards. Where there are copies, the
+    engine averages over them.
+    """
+    handle = staged.handle
+    # Objects of the hook's own, since it may give them other data, also of another dtype.
+    full = staged.flat.detach()
+    shards.agree("communication hook", unit, full)
+    if not handle.is_sharded:
+        hook.function(hook.state, full)
+        return _checked(full, staged.flat.shape, hook, unit)
+    shard = torch.zeros(handle.layout.shard_numel, dtype=full.dtype, device=full.device)
+    expected = shard.shape
+    hook.function(hook.state, full, shard)
+    shard = _checked(shard, expected, hook, unit)
+    if copies is not None:
+        copies.all_reduce(shard, unit)
+        shard.div_(copies.size)
+    return shard
+
+
+def _checked(result: torch.Tensor, expected: torch.Size, hook: CommHook, unit: str) -> torch.Tensor:
+    if result.shape != expected:
+        name = getattr(hook.function, "__name__", repr(hook.function))
+        raise RuntimeError(
+            f"The communication hook {name} changed the shape of a gradient of unit {unit!r} from "
+            f"{tuple(expected)} to {tuple(result.shape)}; it must leave the reduced gradient in "
+            "the last tensor that it is given"
+        )
+    return result
+
+
+def settle_by_vote(ballots: Iterable[Ballot]) -> None:
+    """Deliver those gradients that some rank has; all ranks call this with the same groups."""
+    by_group: dict[tuple[Group, Group | None], list[Ballot]] = {}
+    for ballot in ballots:
+        by_group.setdefault((ballot.shards, ballot.copies), []).append(ballot)
+    for (shards, copies), cast in by_group.items():
+        present = [is_present for ballot in cast for is_present in ballot.present]
+        votes = torch.tensor(present, dtype=torch.uint8, device=cast[0].device)
+        for group in filter(None, (shards, copies)):
+            group.all_reduce_max(votes, "(all units)", "vote on absent gradients")
+        found = iter(votes.tolist())
+        for ballot in cast:
+            used = [next(found) for _ in ballot.present]
+            accept([maybe for maybe in ballot.undecided if used[maybe.slot]])

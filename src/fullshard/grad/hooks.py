@@ -1,0 +1,145 @@
+"""Communication hooks: functions that reduce a unit's gradients in place of the engine.
+
+A hook is called with the state it was registered with, a unit's whole flat gradient, and, where
+the unit is sharded, the tensor in which to leave this rank's shard of the average. The hooks here
+have the names and arguments of those in ``torch.distributed.algorithms._comm_hooks``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+
+from ..engine.collectives import group_for
+from ..engine.comm_hook import CommHook
+from ..engine.schedule import Schedule
+from ..engine.unit import Unit
+
+Hook = Callable[..., Any]
+
+#: How the ranks' agreement names the units that a hook communicates for.
+_UNIT = "(in a communication hook)"
+
+
+class DefaultState:
+    """The ranks to average over, and the factors to divide by before and after summing.
+
+    Their product is the number of ranks; dividing in two steps keeps sums in low precision from
+    overflowing, and their parts from vanishing.
+    """
+
+    def __init__(self, process_group: Any) -> None:
+        if process_group is None:
+            raise ValueError(f"Expected to pass in an explicit ProcessGroup to {self}.")
+        self.process_group = process_group
+        self.world_size: int = process_group.size()
+        self.gradient_predivide_factor = _predivide_factor(self.world_size)
+        self.gradient_postdivide_factor = self.world_size / self.gradient_predivide_factor
+
+
+class LowPrecisionState(DefaultState):
+    """For hooks that communicate in low precision; results are in ``parameter_type``."""
+
+    def __init__(self, process_group: Any, parameter_type: torch.dtype = torch.float32) -> None:
+        super().__init__(process_group)
+        self.parameter_type = parameter_type
+
+
+def _predivide_factor(world_size: int) -> float:
+    """The first power of two that is at least the root of ``world_size`` or does not divide it."""
+    powers = (2**exponent for exponent in count())
+    return float(next(f for f in powers if world_size % f or f * f >= world_size))
+
+
+def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
+    """Average ``grad`` over the ranks, in place: what ``NO_SHARD`` does without a hook."""
+    if state.gradient_predivide_factor > 1:
+        grad.div_(state.gradient_predivide_factor)
+    group_for(state.process_group).all_reduce(grad, _UNIT)
+    if state.gradient_postdivide_factor > 1:
+        grad.div_(state.gradient_postdivide_factor)
+
+
+def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor) -> None:
+    """Leave this rank's shard of the average of ``grad`` in ``output``; ``grad`` is scratch."""
+    if state.gradient_predivide_factor > 1:
+        grad.div_(state.gradient_predivide_factor)
+    group_for(state.process_group).reduce_scatter(output, grad, _UNIT)
+    if state.gradient_postdivide_factor > 1:
+        output.div_(state.gradient_postdivide_factor)
+
+
+def fp16_compress_hook(
+    state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
+) -> None:
+    """Average gradients in float16, with or without sharding."""
+    _compress(torch.float16, state, grad, output)
+
+
+def bf16_compress_hook(
+    state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
+) -> None:
+    """Average gradients in bfloat16, with or without sharding."""
+    _compress(torch.bfloat16, state, grad, output)
+
+
+def _compress(
+    dtype: torch.dtype, state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None
+) -> None:
+    low = grad.to(dtype)
+    if output is None:
+        allreduce_hook(state, low)
+        grad.data = low.to(state.parameter_type)
+    else:
+        shard = torch.empty_like(output, dtype=dtype)
+        reduce_scatter_hook(state, low, shard)
+        output.data = shard.to(state.parameter_type)
+
+
+_OWN: dict[str, Hook] = {
+    hook.__name__: hook
+    for hook in (allreduce_hook, reduce_scatter_hook, fp16_compress_hook, bf16_compress_hook)
+}
+
+
+def _adopt(hook: Hook) -> Hook:
+    """Torch's hooks as ours, which also run where there is no accelerator."""
+    is_torchs = getattr(hook, "__module__", "").startswith("torch.distributed.algorithms.")
+    return _OWN.get(getattr(hook, "__name__", ""), hook) if is_torchs else hook
+
+
+def register(units: Sequence[Unit], schedule: Schedule, state: object, hook: Hook) -> None:
+    """Have ``hook`` reduce the gradients of ``units`` from now on."""
+    if not callable(hook):
+        raise ValueError(f"The communication hook must be callable but got {hook!r}")
+    if any(unit.comm_hook is not None for unit in units):
+        raise AssertionError("A communication hook is already registered")
+    if not schedule.is_idle:
+        raise RuntimeError(
+            "register_comm_hook in the middle of a forward or backward, where some units have "
+            "reduced their gradients already: call it between steps"
+        )
+    for unit in units:
+        _check_arguments(unit, hook)
+    registered = CommHook(state, _adopt(hook))
+    for unit in units:
+        unit.comm_hook = registered
+
+
+def _check_arguments(unit: Unit, hook: Hook) -> None:
+    arguments = ("state", "gradient", "shard") if unit.is_sharded else ("state", "gradient")
+    try:
+        inspect.signature(hook).bind(*arguments)
+    except TypeError as error:
+        raise TypeError(
+            f"The communication hook {getattr(hook, '__name__', hook)!r} cannot be called as "
+            f"hook({', '.join(arguments)}), as unit {unit.name!r} under {unit.options.strategy} "
+            f"does: {error}"
+        ) from None
+    except ValueError:
+        # A function of C that does not tell its arguments.
+        return

@@ -1,0 +1,122 @@
+"""``ShardedGradScaler``: gradient scaling where every rank sees a part of the gradients only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..engine.collectives import as_real, group_for
+
+#: How the ranks' agreement names what the scaler does.
+_NAME = "gradient scaler"
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for sharded gradients: an inf or NaN on one rank counts for all.
+
+    >>> scaler = ShardedGradScaler()  # doctest: +SKIP
+    >>> scaler.scale(loss).backward()  # doctest: +SKIP
+    >>> scaler.unscale_(optimizer)  # doctest: +SKIP
+    >>> model.clip_grad_norm_(1.0)  # doctest: +SKIP
+    >>> scaler.step(optimizer)  # doctest: +SKIP
+    >>> scaler.update()  # doctest: +SKIP
+
+    All ranks of ``process_group`` (by default all there are) call its methods in the same order.
+    Gradients may be on any device, also on the host while the loss is not, and in any precision;
+    a rank may have none at all. On a machine without a GPU pass ``device="cpu"``: with the default
+    the scaler disables itself there, as torch's does.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: Any = None,
+    ) -> None:
+        super().__init__(
+            device,
+            init_scale=init_scale,
+            backoff_factor=backoff_factor,
+            growth_factor=growth_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        self.process_group = process_group
+
+    def scale(self, outputs: Any) -> Any:
+        """``outputs`` (a tensor, or an iterable of such) times the scale.
+
+        Each keeps its dtype: a loss in float16 is scaled in float16.
+        """
+        if not self.is_enabled():
+            return outputs
+        if isinstance(outputs, Iterable) and not isinstance(outputs, torch.Tensor):
+            scaled = map(self.scale, outputs)
+            return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+        return super().scale(outputs).to(outputs.dtype)
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool = True,
+    ) -> dict[torch.device, torch.Tensor]:
+        """Unscale in place; return whether any rank found an inf, as a tensor by its device.
+
+        Gradients in float16 are unscaled whatever ``allow_fp16`` says: they are what
+        ``keep_low_precision_grads`` asks for.
+        """
+        with torch.no_grad():
+            for (device, _), gradients in _gradients(optimizer).items():
+                # The copies are not asynchronous: the host may read what a device computes.
+                found = found_inf.to(device)
+                torch._amp_foreach_non_finite_check_and_unscale_(
+                    gradients, found, inv_scale.to(device)
+                )
+                found_inf.copy_(found)
+            self._share(found_inf)
+        return {found_inf.device: found_inf}
+
+    def _share(self, found_inf: torch.Tensor) -> None:
+        if self.process_group is None and not dist.is_initialized():
+            return
+        group = group_for(self.process_group or dist.group.WORLD)
+        group.begin_pass("unscale", _NAME)
+        group.all_reduce_max(found_inf, _NAME, "inf check")
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None:
+            raise TypeError(
+                "A ShardedGradScaler can be pickled when it uses the default process group; this "
+                "one was given a group, which another process would not know. Save state_dict()"
+            )
+        return super().__getstate__()
+
+
+def _gradients(
+    optimizer: torch.optim.Optimizer,
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """The values of the optimizer's gradients, those of one device and dtype together."""
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    parameters: Iterable[torch.Tensor] = (
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    )
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        if parameter.grad.is_sparse:
+            # Coalesced first, since adding up duplicates may be what overflows.
+            parameter.grad = parameter.grad.coalesce()
+            values = parameter.grad._values()
+        else:
+            values = as_real(parameter.grad)
+        found.setdefault((values.device, values.dtype), []).append(values)
+    return found

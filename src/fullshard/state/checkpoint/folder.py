@@ -1,0 +1,127 @@
+"""A folder of checkpoints: their names, which is the newest, and which may go.
+
+Note: whole or not at all
+    A checkpoint is written into a folder whose name begins with ``.partial-``, its manifest last,
+    and moved to its final name when it is complete; then an index, which lists checkpoints in the
+    order in which they were saved, is replaced by a new one. Both moves are atomic. Whenever a
+    process dies, the last checkpoint in the index is whole; what it left behind is removed by the
+    next save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+from .manifest import MANIFEST
+from .sealed import read_sealed, write_sealed
+
+INDEX = "checkpoints.json"
+PARTIAL = ".partial-"
+_NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
+
+
+def begin(folder: Path, step: int) -> Path:
+    """Make a place to write a checkpoint into, after removing what died before it was whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f"{PARTIAL}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    partial = folder / f"{PARTIAL}{_free_name(folder, step)}"
+    partial.mkdir()
+    return partial
+
+
+def commit(partial: Path, keep_last: int | None) -> Path:
+    """Move a complete checkpoint in place, make it the newest, and remove those not to be kept."""
+    folder = partial.parent
+    final = folder / partial.name.removeprefix(PARTIAL)
+    _sync_folder(partial)
+    os.rename(partial, final)
+    _sync_folder(folder)
+    others = [name for name in _names(folder) if name != final.name]
+    replaced = [name for name in others if _order(name)[0] == _order(final.name)[0]]
+    kept = [name for name in others if name not in replaced] + [final.name]
+    if keep_last:
+        kept = kept[-keep_last:]
+    _write_index(folder, kept)
+    for name in others:
+        if name not in kept:
+            _remove(folder / name)
+    return final
+
+
+def discard(partial: Path) -> None:
+    """Remove a checkpoint that will not become whole."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def find(path: Path) -> Path | None:
+    """The checkpoint that ``path`` is, or the newest in the folder that it is."""
+    if (path / MANIFEST).is_file():
+        return path
+    names = _names(path)
+    return path / names[-1] if names else None
+
+
+def _names(folder: Path) -> list[str]:
+    """Whole checkpoints, the newest last; those that the index does not know come first."""
+    if not folder.is_dir():
+        return []
+    there = {
+        entry.name
+        for entry in folder.iterdir()
+        if _NAME.fullmatch(entry.name) and (entry / MANIFEST).is_file()
+    }
+    listed = [name for name in _listed(folder) if name in there]
+    return sorted(there.difference(listed), key=_order) + listed
+
+
+def _listed(folder: Path) -> list[str]:
+    try:
+        names: list[str] = read_sealed(folder / INDEX)
+    except FileNotFoundError:
+        return []
+    return names
+
+
+def _write_index(folder: Path, names: list[str]) -> None:
+    beside = folder / f".{INDEX}.new"
+    write_sealed(beside, names)
+    os.replace(beside, folder / INDEX)
+    _sync_folder(folder)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Take a checkpoint away: first its name, so that no half of it is ever found."""
+    doomed = checkpoint.with_name(f"{PARTIAL}old-{checkpoint.name}")
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(checkpoint, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _free_name(folder: Path, step: int) -> str:
+    name = plain = f"step-{step:08d}"
+    number = 1
+    while (folder / name).exists():
+        name = f"{plain}.{number}"
+        number += 1
+    return name
+
+
+def _order(name: str) -> tuple[int, int]:
+    found = _NAME.fullmatch(name)
+    assert found is not None
+    return int(found[1]), int(found[2] or 0)
+
+
+def _sync_folder(folder: Path) -> None:
+    """See the folder's entries on the disk, where the system can do that."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

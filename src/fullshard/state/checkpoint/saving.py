@@ -1,0 +1,157 @@
+"""``fullshard.save``: a checkpoint that is there as a whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from . import folder as folders
+from .content import state_of
+from .errors import CheckpointError
+from .manifest import Manifest, Table, write_manifest
+from .plain import Tensors, take_apart
+from .storage import Writer
+from .together import Ranks, explain
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+class SaveHandle:
+    """A checkpoint that is being written, perhaps in the background."""
+
+    def __init__(self, work: Callable[[], Path], asynchronous: bool) -> None:
+        self._work = work
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if asynchronous:
+            self._thread = threading.Thread(target=self._run, name="fullshard.save")
+            self._thread.start()
+        else:
+            self._run()
+
+    def _run(self) -> None:
+        try:
+            self._path = self._work()
+        except BaseException as error:
+            self._error = error
+            if self._thread is not None:
+                warnings.warn(f"Saving in the background failed: {error}", stacklevel=1)
+        finally:
+            del self._work
+
+    def done(self) -> bool:
+        """Whether the checkpoint is written, or will not be."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Return the checkpoint's folder when it is complete; raise what went wrong otherwise."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._path is not None
+        return self._path
+
+
+#: The save that may still be running: one at a time, so that checkpoints appear in order.
+_running: SaveHandle | None = None
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    step: int = 0,
+    extra: Mapping[str, Any] | None = None,
+    keep_last: int | None = None,
+    asynchronous: bool = False,
+) -> SaveHandle:
+    """Save a checkpoint of ``model`` and ``optimizer`` in the folder ``path``.
+
+    To be called by all ranks, with a folder that all of them reach. The folder holds one
+    checkpoint per ``step``; :func:`load` finds the one saved last. Every rank writes its own
+    shards; a process that dies at any moment leaves the previous checkpoint whole.
+
+    ``optimizer`` may be a sequence of optimizers. ``extra`` is plain data with tensors in it
+    (numbers, strings, lists, tuples, dicts), such as a learning-rate scheduler's state dict; the
+    first rank's is saved. ``keep_last`` removes all but that many checkpoints. With
+    ``asynchronous`` the state is copied to the host's memory before the call returns, and written
+    while training goes on; ``wait()`` of the returned handle tells how it went, and the next save
+    waits for it.
+
+    >>> fullshard.save("checkpoints", model, optimizer, step=100)  # doctest: +SKIP
+    """
+    global _running
+    if step < 0:
+        raise ValueError(f"step expects a number from 0 on, but got {step}")
+    if keep_last is not None and keep_last < 1:
+        raise ValueError(f"keep_last expects at least 1, or None to keep all, but got {keep_last}")
+    previous, _running = _running, None
+    if previous is not None:
+        previous.wait()
+    ranks = Ranks()
+    tensors: Tensors = {}
+    given = dict(extra or {}) if ranks.rank == 0 else {}
+
+    def collect() -> Any:
+        return take_apart({**state_of(model, optimizer), "extra": given}, "", tensors)
+
+    content = ranks.each(collect)
+    if asynchronous:
+        _detach_from_training(tensors)
+
+    def write() -> Path:
+        partial = ranks.first_decides(lambda: folders.begin(Path(path), step))
+        return _write(partial, ranks, Manifest(step, ranks.size, content, {}), tensors, keep_last)
+
+    handle = SaveHandle(write, asynchronous)
+    if asynchronous:
+        _running = handle
+    else:
+        handle.wait()
+    return handle
+
+
+def _write(
+    partial: Path, ranks: Ranks, manifest: Manifest, tensors: Tensors, keep_last: int | None
+) -> Path:
+    final = partial.with_name(partial.name.removeprefix(folders.PARTIAL))
+
+    def complete(tables: dict[str, Table]) -> None:
+        write_manifest(partial, Manifest(manifest.step, manifest.ranks, manifest.content, tables))
+        folders.commit(partial, keep_last)
+
+    writer = Writer(partial, ranks.rank, complete)
+    try:
+        with ranks.checkpointing():
+            dcp.save(
+                tensors,
+                storage_writer=writer,
+                planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
+                process_group=ranks.group,
+                no_dist=ranks.group is None,
+            )
+    except CheckpointException as failure:
+        if ranks.rank == 0:
+            folders.discard(partial)
+        error = explain(failure)
+        raise CheckpointError(f"The checkpoint {final} could not be written. {error}") from failure
+    return final
+
+
+def _detach_from_training(tensors: Tensors) -> None:
+    """Let every plain tensor be a copy; sharded ones are copies on the host already."""
+    for name, value in tensors.items():
+        if type(value) is torch.Tensor or isinstance(value, nn.Parameter):
+            tensors[name] = value.detach().to("cpu", copy=True)

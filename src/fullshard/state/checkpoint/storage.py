@@ -1,0 +1,188 @@
+"""How torch.distributed.checkpoint's tensors become files and come back: raw bytes, no pickle."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import zlib
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from .errors import CheckpointError
+from .manifest import Chunk, Extent, Manifest, Table, tables
+
+
+class Writer(StorageWriter):
+    """Writes this rank's chunks one after another into a file of its own in ``folder``.
+
+    On the coordinating rank ``finished`` is called with all tensors' tables when every rank has
+    written its file.
+    """
+
+    def __init__(
+        self, folder: Path, rank: int, finished: Callable[[dict[str, Table]], None]
+    ) -> None:
+        self._folder = folder
+        self._file = f"rank-{rank:05d}.bin"
+        self._finished = finished
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        if plan.items:
+            with open(self._folder / self._file, "wb") as file:
+                for item in plan.items:
+                    tensor = planner.resolve_data(item)
+                    assert isinstance(tensor, torch.Tensor)
+                    tensor = tensor.detach().to("cpu").contiguous()
+                    data = _bytes_of(tensor)
+                    extent = Extent(self._file, file.tell(), len(data), zlib.crc32(data))
+                    file.write(data)
+                    results.append(WriteResult(item.index, len(data), extent))
+                file.flush()
+                os.fsync(file.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        extents = {r.index: r.storage_data for written in results for r in written}
+        self._finished(tables(metadata, extents))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+
+class Reader(StorageReader):
+    """Reads chunks of a checkpoint, each against its checksum."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._tensors = manifest.tensors
+        self._metadata = manifest.metadata()
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        chunks: dict[MetadataIndex, Chunk] = self._metadata.storage_data
+
+        def place(item: ReadItem) -> tuple[str, int, str]:
+            extent = chunks[item.storage_index].extent
+            return extent.file, extent.offset, item.storage_index.fqn
+
+        for (_, _, name), items in groupby(sorted(plan.items, key=place), key=place):
+            chunk: torch.Tensor | None = None
+            for item in items:
+                if chunk is None:
+                    chunk = self._read(name, chunks[item.storage_index])
+                source = chunk
+                for dim, (start, length) in enumerate(
+                    zip(item.storage_offsets, item.lengths, strict=True)
+                ):
+                    source = source.narrow(dim, start, length)
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(source)
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        """One tensor, read by this process alone."""
+        table = self._tensors[name]
+        whole = torch.empty(table.shape, dtype=table.dtype)
+        for chunk in table.chunks:
+            part = whole
+            for dim, (start, size) in enumerate(zip(chunk.starts, chunk.sizes, strict=True)):
+                part = part.narrow(dim, start, size)
+            part.copy_(self._read(name, chunk))
+        return whole
+
+    def _read(self, name: str, chunk: Chunk) -> torch.Tensor:
+        dtype = self._tensors[name].dtype
+        data = _read_extent(self._folder, chunk.extent, name)
+        if not data:
+            return torch.empty(chunk.sizes, dtype=dtype)
+        return torch.frombuffer(data, dtype=dtype).view(chunk.sizes)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+
+def _read_extent(folder: Path, extent: Extent, name: str) -> bytearray:
+    """A chunk's bytes; raise CheckpointError with the file's name if they are not as written."""
+    path = folder / extent.file
+    if path.parent != folder or path.is_symlink():
+        raise CheckpointError(f"{path} is not a file of the checkpoint in {folder}")
+    data = bytearray(extent.nbytes)
+    try:
+        with open(path, "rb") as file:
+            file.seek(extent.offset)
+            count = file.readinto(data)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}, which holds a part of {name}, cannot be read: {error}"
+        ) from None
+    if count != extent.nbytes:
+        raise CheckpointError(
+            f"{path} is damaged: it ends after {extent.offset + count} bytes, before the part of "
+            f"{name} that it should hold"
+        )
+    if zlib.crc32(data) != extent.crc32:
+        raise CheckpointError(
+            f"{path} is damaged: bytes {extent.offset} to {extent.offset + extent.nbytes}, a part "
+            f"of {name}, do not match their checksum"
+        )
+    return data
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    """The memory of a contiguous host tensor, without a copy, which the tensor must outlive."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return b""
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -1,0 +1,160 @@
+"""What ranks tell each other about optimizer state before tensors are sent: small facts only.
+
+Note: whose state counts
+    A rank that holds nothing of a parameter has no state for it, or state that nothing updates.
+    So what exists, in which dtype, and every number that is not sharded (a step count) comes from
+    the ranks that do hold a part of it. Whether an entry has one value per element is decided over
+    all parameters that have it: a history of four values fits a piece of four elements by accident.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from .optim_parameters import Owned
+
+States = Mapping[Owned, Mapping[str, Any]]
+
+
+class Kind(Enum):
+    """What an entry of a parameter's state is."""
+
+    PER_ELEMENT = auto()
+    NUMBER = auto()
+    WHOLE = auto()
+    OTHER = auto()
+
+
+class Fact(NamedTuple):
+    """One entry as one rank has it; ``value`` is a number, a digest, or the entry itself."""
+
+    fits: bool
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    on_host: bool
+    value: Any
+
+
+class Entry(NamedTuple):
+    """One entry as all ranks have it; ``holder`` is the first rank that has it."""
+
+    kind: Kind
+    fact: Fact
+    holder: int
+
+
+Report = list[dict[str, Fact] | None]
+
+
+def facts_here(owns: Sequence[Owned], states: States) -> Report:
+    """This rank's facts about each parameter: None where it holds no part of it."""
+    numbers = _numbers(owns, states)
+    return [
+        {
+            key: _fact(value, owned.local_shape, numbers.get((owned, key)))
+            for key, value in states.get(owned, {}).items()
+        }
+        if owned.is_here
+        else None
+        for owned in owns
+    ]
+
+
+def _numbers(owns: Sequence[Owned], states: States) -> dict[tuple[Owned, str], Any]:
+    """The values of all tensors without dimensions, read from a device in few copies."""
+    alike: dict[Any, list[tuple[tuple[Owned, str], torch.Tensor]]] = {}
+    for owned in owns:
+        for key, value in states.get(owned, {}).items():
+            if isinstance(value, torch.Tensor) and value.dim() == 0:
+                alike.setdefault((value.dtype, value.device), []).append(((owned, key), value))
+    found: dict[tuple[Owned, str], Any] = {}
+    for items in alike.values():
+        read = torch.stack([value.detach() for _, value in items]).tolist()
+        found.update(zip((key for key, _ in items), read, strict=True))
+    return found
+
+
+def _fact(value: Any, local_shape: tuple[int, ...], number: Any) -> Fact:
+    if not isinstance(value, torch.Tensor):
+        holds_tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
+        return Fact(False, None, None, True, None if holds_tensors else value)
+    shape = tuple(value.shape)
+    fits = shape == local_shape
+    told = number if value.dim() == 0 else None if fits else _digest(value)
+    return Fact(fits, shape, value.dtype, value.device.type == "cpu", told)
+
+
+def _digest(value: torch.Tensor) -> str:
+    content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(content.numpy().tobytes()).hexdigest()
+
+
+def resolve(owns: Sequence[Owned], reports: Sequence[Report]) -> list[dict[str, Entry]]:
+    """What the ranks' reports come to, for each parameter; empty where none has state."""
+    votes: Counter[str] = Counter()
+    for report in reports:
+        for facts in filter(None, report):
+            for key, fact in facts.items():
+                if fact.shape:
+                    votes[key] += 1 if fact.fits else -1
+    return [
+        _resolve_one(owned, [report[position] for report in reports], votes)
+        for position, owned in enumerate(owns)
+    ]
+
+
+def _resolve_one(
+    owned: Owned, found: Sequence[Mapping[str, Fact] | None], votes: Mapping[str, int]
+) -> dict[str, Entry]:
+    holders = [(rank, facts) for rank, facts in enumerate(found) if facts is not None]
+    if not holders:
+        return {}
+    first, facts = holders[0]
+    for rank, other in holders[1:]:
+        if other.keys() != facts.keys():
+            raise RuntimeError(
+                f"The optimizer's state of {owned.path} has entries {sorted(facts)} on rank "
+                f"{first} and {sorted(other)} on rank {rank} of those that share it: step the "
+                "optimizer on all ranks, with the same options"
+            )
+    entries: dict[str, Entry] = {}
+    for key, fact in facts.items():
+        kind = _kind(fact, votes.get(key, 0))
+        for rank, other in holders[1:]:
+            _compare(f"{key!r} of {owned.path}", kind, (first, fact), (rank, other[key]))
+        entries[key] = Entry(kind, fact, first)
+    return entries
+
+
+def _kind(fact: Fact, votes: int) -> Kind:
+    if fact.shape is None:
+        return Kind.OTHER
+    if fact.shape == ():
+        return Kind.NUMBER
+    return Kind.PER_ELEMENT if votes > 0 else Kind.WHOLE
+
+
+def _compare(what: str, kind: Kind, one: tuple[int, Fact], two: tuple[int, Fact]) -> None:
+    (first, fact), (second, other) = one, two
+    alike = (fact.shape is None, fact.dtype) == (other.shape is None, other.dtype)
+    if kind is Kind.PER_ELEMENT:
+        alike = alike and fact.fits and other.fits
+    elif kind is Kind.WHOLE:
+        by_accident = fact.fits or other.fits
+        alike = alike and fact.shape == other.shape
+        alike = alike and (by_accident or fact.value == other.value)
+    if alike:
+        return
+    raise RuntimeError(
+        f"The optimizer's state {what} differs between rank {first} ({fact.shape}, {fact.dtype}) "
+        f"and rank {second} ({other.shape}, {other.dtype}) of those that share the parameter. "
+        "State that has neither the shape of a rank's piece nor the same value on all ranks "
+        "belongs to that piece alone; it can be saved in a local state dict only"
+    )

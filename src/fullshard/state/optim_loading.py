@@ -1,0 +1,229 @@
+"""State of the unwrapped model's optimizer as that of this rank's: cut, gathered or received."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from ..engine.flat_param import FlatParamHandle
+from .distributed_values import part_of, rows_here
+from .gathering import own_part
+from .model_state import ModelState
+from .optim_parameters import Groups, Original, Owned, units_of
+from .sharded_tensors import gather_chunks, is_sharded, shape_of
+
+SavedState = Mapping[str, Mapping[str, Any]]
+
+
+class Arrival(Protocol):
+    """How saved values reach this rank. All ranks ask for the same things in the same order."""
+
+    def parts(
+        self, unit: ModelState, handle: FlatParamHandle, values: Mapping[int, Any]
+    ) -> dict[int, torch.Tensor]:
+        """This rank's part of each value (by the parameter's index), flattened, a copy."""
+
+    def whole(self, value: Any) -> Any:
+        """An entry that is not sharded."""
+
+
+class Here:
+    """Values that this rank has: whole ones, or its chunks of sharded tensors."""
+
+    def parts(
+        self, unit: ModelState, handle: FlatParamHandle, values: Mapping[int, Any]
+    ) -> dict[int, torch.Tensor]:
+        whole: dict[int, torch.Tensor] = {}
+        chunks: dict[int, torch.Tensor] = {}
+        for index, value in values.items():
+            distribution = handle.distribution(index)
+            rows = rows_here(value, unit.unit, distribution)
+            if rows is None:
+                whole[index] = part_of(value, distribution)
+            else:
+                chunks[index] = rows
+        if chunks:
+            shapes = [handle.layout.slots[index].shape for index in chunks]
+            found = gather_chunks(unit.unit, shapes, list(chunks.values()))
+            whole.update(zip(chunks, found, strict=True))
+        device = handle.shard_tensor.device
+        return {
+            index: own_part(handle, index, value).to(device, copy=True)
+            for index, value in whole.items()
+        }
+
+    def whole(self, value: Any) -> Any:
+        return value
+
+
+class Loading:
+    """One call that turns saved state, by names, into the state that an optimizer can load."""
+
+    def __init__(self, groups: Groups, saved: SavedState, arrival: Arrival) -> None:
+        self._groups = groups
+        self._saved = saved
+        self._arrival = arrival
+        self._found: dict[Owned, dict[str, Any]] = {}
+        self._per_element = _entries_per_element(groups, saved)
+
+    def problems(self) -> list[str]:
+        """What does not fit the model, in words; without communication."""
+        errors: list[str] = []
+        for owned, original, state in self._entries():
+            shape = owned.shape_of(original)
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                if key in self._per_element and tuple(shape_of(value)) != shape:
+                    errors.append(
+                        f"size mismatch for {key!r} of {original.name}: it has shape "
+                        f"{tuple(shape_of(value))}, the parameter in the model {shape}"
+                    )
+                elif owned.handle is None and is_sharded(value):
+                    errors.append(
+                        f"{key!r} of {original.name} is sharded, and no unit manages the parameter "
+                        "here: load a full state dict, or do not ignore the module"
+                    )
+                elif owned.unit is not None and is_sharded(value):
+                    try:
+                        rows_here(value, owned.unit.unit, owned.distribution(original))
+                    except ValueError as error:
+                        errors.append(f"cannot load {key!r} of {original.name}: {error}")
+        return errors
+
+    def run(self) -> dict[Owned, dict[str, Any]]:
+        """The state of each parameter that this rank's optimizer is to have state for."""
+        for unit, owns in units_of(self._groups).items():
+            for handle in unit.unit.handles:
+                members = [owned for owned in owns if owned.handle is handle]
+                self._place_parts(unit, handle, members)
+        for group in self._groups:
+            for owned in group:
+                self._place_common(owned)
+        return {
+            owned: self._found[owned]
+            for group in self._groups
+            for owned in group
+            if owned in self._found and owned.is_here
+        }
+
+    def _entries(self) -> list[tuple[Owned, Original, Mapping[str, Any]]]:
+        return [
+            (owned, original, state)
+            for group in self._groups
+            for owned in group
+            for original in owned.originals
+            if (state := original.find(self._saved)) is not None
+        ]
+
+    # -- entries with a value per element -----------------------------------------------------
+
+    def _place_parts(
+        self, unit: ModelState, handle: FlatParamHandle, members: Sequence[Owned]
+    ) -> None:
+        places = {o.index: (owned, o) for owned in members for o in owned.originals}
+        wanted: dict[str, dict[int, Any]] = {}
+        for index, (_, original) in sorted(places.items()):
+            state = original.find(self._saved) or {}
+            for key, value in state.items():
+                if key in self._per_element and isinstance(value, torch.Tensor):
+                    wanted.setdefault(key, {})[index] = value
+        if wanted:
+            unit.unit.shards.begin_pass("load optimizer state", unit.unit.name)
+        for key in sorted(wanted):
+            parts = self._arrival.parts(unit, handle, wanted[key])
+            if handle.use_orig_params:
+                for index, part in parts.items():
+                    owned, _ = places[index]
+                    self._found.setdefault(owned, {})[key] = self._shaped(owned, part)
+            else:
+                (owned,) = members
+                self._found.setdefault(owned, {})[key] = self._joined(owned, key, parts)
+
+    def _shaped(self, owned: Owned, part: torch.Tensor) -> torch.Tensor:
+        slot = owned.slot(owned.originals[0])
+        return part if owned.is_spread else part.as_strided(slot.shape, slot.stride)
+
+    def _joined(self, owned: Owned, key: str, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """The parts of all originals as they lie in the shard of a flat parameter."""
+        handle = owned.handle
+        assert handle is not None
+        missing = [o.name for o in owned.originals if o.index not in parts]
+        if missing:
+            warnings.warn(
+                f"There is no saved {key!r} of {missing}, which share the flat parameter "
+                f"{owned.path} with parameters that have one; they begin with zeros. With "
+                "use_orig_params every parameter has state of its own",
+                UserWarning,
+                stacklevel=2,
+            )
+        first = next(iter(parts.values()))
+        shard = torch.zeros(handle.layout.shard_numel, dtype=first.dtype, device=first.device)
+        for index, part in parts.items():
+            piece = handle.pieces[index]
+            if piece.in_shard:
+                shard[piece.offset : piece.offset + piece.numel].copy_(part)
+        return shard
+
+    # -- everything else ------------------------------------------------------------------------
+
+    def _place_common(self, owned: Owned) -> None:
+        values: dict[str, tuple[str, Any]] = {}
+        for original in owned.originals:
+            state = original.find(self._saved) or {}
+            for key, value in state.items():
+                if owned.handle is None or not self._is_part(key, value):
+                    value = self._arrival.whole(value)
+                    name, known = values.setdefault(key, (original.name, value))
+                    if name != original.name and not _equal(known, value):
+                        raise RuntimeError(
+                            f"{key!r} is {known} for {name} and {value} for {original.name}, but "
+                            f"both are part of the flat parameter {owned.path}, which has one: set "
+                            "use_orig_params to load state that differs inside a unit"
+                        )
+        for key, (_, value) in values.items():
+            self._found.setdefault(owned, {})[key] = tree_map(_cloned, value)
+
+    def _is_part(self, key: str, value: Any) -> bool:
+        return key in self._per_element and isinstance(value, torch.Tensor)
+
+
+def _entries_per_element(groups: Groups, saved: SavedState) -> set[str]:
+    """The entries that have a value for each element: see the note on whose state counts."""
+    votes: Counter[str] = Counter()
+    undecided: set[str] = set()
+    for owned in (owned for group in groups for owned in group):
+        for original in owned.originals:
+            shape = owned.shape_of(original)
+            for key, value in (original.find(saved) or {}).items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                if shape == () or math.prod(shape) == 0:
+                    undecided.add(key)
+                elif is_sharded(value) or tuple(value.shape) == shape:
+                    votes[key] += 1
+                else:
+                    votes[key] -= 1
+    decided = {key for key, count in votes.items() if count > 0}
+    # A parameter that is a number has state that is a number, as its count of steps is.
+    return decided | {key for key in undecided if key not in votes and key != "step"}
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _equal(one: Any, other: Any) -> bool:
+    (ones, form), (others, other_form) = tree_flatten(one), tree_flatten(other)
+    return form == other_form and all(
+        torch.equal(a.cpu(), b.cpu())
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        else bool(a == b)
+        for a, b in zip(ones, others, strict=True)
+    )

@@ -1,0 +1,169 @@
+"""Every benchmark runs at toy size on a CPU, prints its table and writes what it says it writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS: dict[str, list[str]] = {
+    "step": ["--cases", "toy@1", "--compute", "float32", "--rounds", "1", "--steps", "1"],
+    "cpu_collectives": ["--ranks", "2", "--model", "toy", "--rounds", "2", "--steps", "1"],
+    "profile_step": ["--case", "toy@8", "--steps", "2"],
+    "overlap": ["--case", "toy@8", "--bandwidths", "0.01", "--rounds", "1", "--steps", "2"],
+    "growth": [
+        *["--units", "2", "4", "--parameters", "1", "2", "--ranks", "8", "16", "--steps", "1"]
+    ],
+}
+ROWS = {
+    "step": ["bare", "FSDP1", "FSDP2", "fullshard"],
+    "overlap": ["FSDP2", "fullshard"],
+    "growth": ["bare", "fullshard"],
+}
+ON_CPU = {"step", "profile_step", "overlap", "growth"}
+
+
+def start(program: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "benchmarks" / f"{program}.py"), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Any]]:
+    """What each program printed and wrote; they run side by side, since most of it is imports."""
+    folder = tmp_path_factory.mktemp("results")
+    running = {}
+    for program, arguments in PROGRAMS.items():
+        rows = ["--rows", *ROWS[program]] if program in ROWS else []
+        device = ["--device", "cpu"] if program in ON_CPU else []
+        file = str(folder / f"{program}.json")
+        running[program] = start(program, *arguments, *rows, *device, "--json", file)
+    found = {}
+    for program, process in running.items():
+        printed, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, printed
+        found[program] = (printed, json.loads((folder / f"{program}.json").read_text()))
+    return found
+
+
+def test_every_row_of_the_step_table_computes_the_bare_model_s_losses(results: Any) -> None:
+    printed, written = results["step"]
+    rows = written["cases"][0]["rows"]
+
+    assert set(rows) == {"bare", "FSDP2", "fullshard"}
+    for row in rows.values():
+        assert row["losses"] == pytest.approx(rows["bare"]["losses"], rel=1e-6)
+    assert len(set(rows["bare"]["losses"])) > 1, "nothing was learned"
+    assert "torch's FSDP1 does not train on CPUs" in printed
+
+
+def test_one_rank_issues_no_collective(results: Any) -> None:
+    _, written = results["step"]
+
+    assert written["cases"][0]["rows"]["fullshard"]["collectives"] == 0
+
+
+def test_the_step_table_has_a_verdict_for_each_bar(results: Any) -> None:
+    printed, written = results["step"]
+    verdicts = written["cases"][0]["bars"]
+
+    assert [(v["column"], v["against"]) for v in verdicts] == [
+        ("step ms", "bare"),
+        ("collectives", "(count)"),
+    ]
+    rows = written["cases"][0]["rows"]
+    ratio = rows["fullshard"]["step ms"] / rows["bare"]["step ms"]
+    assert verdicts[0]["ratio"] == pytest.approx(ratio)
+    assert verdicts[0]["pass"] == (ratio <= 1.15)
+    assert printed.count("pass") + printed.count("MISS") == len(verdicts)
+
+
+def test_real_ranks_compute_the_bare_model_s_losses_in_every_row(results: Any) -> None:
+    _, written = results["cpu_collectives"]
+    rows = written["runs"][0]["rows"]
+
+    assert set(rows) == {"bare", "DDP", "FSDP2", "fullshard", "fullshard SHARD_GRAD_OP"}
+    for row in rows.values():
+        assert row["losses"] == pytest.approx(rows["bare"]["losses"], rel=1e-5)
+        assert row["x bare"] > 0
+
+
+def test_sharded_rows_hold_less_memory_than_a_whole_model(results: Any) -> None:
+    _, written = results["cpu_collectives"]
+    run = written["runs"][0]
+    rows, parameters = run["rows"], run["parameters MiB"]
+
+    # Parameters and two states of AdamW for each, whole or in two halves; alignment adds a little.
+    assert rows["bare"]["held MiB"] >= 3 * parameters
+    assert rows["fullshard"]["held MiB"] < rows["bare"]["held MiB"] - 1.4 * parameters
+
+
+def test_the_profile_accounts_for_the_whole_step(results: Any) -> None:
+    _, written = results["profile_step"]
+    phases = written["phases"]
+
+    assert written["missing"] == []
+    assert phases["gather: collective"]["calls"] == 5  # three units, the root's is kept
+    assert phases["reduce: collective"]["calls"] == 3
+    clocked = sum(phase["ms"] for phase in phases.values())
+    assert 0.5 * written["mean clocked ms"] < clocked <= written["mean clocked ms"]
+
+
+def test_both_sides_of_the_overlap_table_send_the_same_bytes(results: Any) -> None:
+    _, written = results["overlap"]
+    rows = written["bandwidths"]["0.01"]["rows"]
+
+    assert set(rows) == {"FSDP2", "fullshard"}
+    ours, theirs = rows["fullshard"], rows["FSDP2"]
+    assert ours["collectives"] == theirs["collectives"] == 8
+    assert ours["communication ms"] == pytest.approx(theirs["communication ms"], rel=0.02)
+    for row in rows.values():
+        # On one line of work nothing ends before all collectives have.
+        assert row["step ms"] >= row["communication ms"]
+
+
+def test_growth_has_a_time_for_every_size_and_row(results: Any) -> None:
+    _, written = results["growth"]
+
+    assert [sweep["sweep"] for sweep in written["sweeps"]] == ["units", "parameters", "ranks"]
+    for sweep in written["sweeps"]:
+        assert set(sweep["rows"]) == {"bare", "fullshard"}
+        for values in sweep["rows"].values():
+            for times in values.values():
+                assert len(times) == len(sweep["sizes"])
+                assert all(math.isfinite(time) and time > 0 for time in times)
+
+
+def test_pictures_are_drawn_from_what_was_written(results: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    names = {
+        "step": "step",
+        "cpu_collectives": "cpu",
+        "profile_step": "profile",
+        "overlap": "overlap",
+        "growth": "growth",
+    }
+    arguments = ["--folder", str(tmp_path)]
+    for program, name in names.items():
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps(results[program][1]))
+        arguments += [f"--{name}", str(file)]
+
+    process = start("plots", *arguments)
+    printed, _ = process.communicate(timeout=120)
+
+    assert process.returncode == 0, printed
+    for name in names.values():
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

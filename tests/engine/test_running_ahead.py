@@ -1,0 +1,102 @@
+"""Memory while the host is far ahead of a GPU: what ``limit_all_gathers`` is for.
+
+Gloo makes the host wait, so that it never runs ahead; the ranks here are imagined ones, whose
+collectives return at once, as NCCL's do. What they would send plays no part in how much memory is
+asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard import FullyShardedDataParallel
+from fullshard.testing import device
+
+WIDTH, UNITS = 512, 16
+UNIT = WIDTH * WIDTH * 4
+SMALL = 256 * 1024
+
+on_a_gpu = pytest.mark.skipif(device().type == "cpu", reason="a CPU's host is never ahead of it")
+
+
+class Done:
+    def wait(self) -> bool:
+        return True
+
+
+class ImaginedRanks:
+    """A process group of eight, of which the others answer at once and send nothing."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 8
+
+    def _allgather_base(self, output: torch.Tensor, piece: torch.Tensor) -> Done:
+        return Done()
+
+    _reduce_scatter_base = all_gather_single = reduce_scatter_single = _allgather_base
+
+
+def peak_while_the_gpu_sleeps(train: bool, **options: Any) -> int:
+    group: Any = ImaginedRanks()
+    linears = [nn.Linear(WIDTH, WIDTH, bias=False, device=device()) for _ in range(UNITS)]
+    units = [FullyShardedDataParallel(linear, group, **options) for linear in linears]
+    model = FullyShardedDataParallel(nn.Sequential(*units), group, **options)
+    data = torch.ones(1, WIDTH, device=device())
+    for _ in range(3):
+        model(data).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_stats()["active_bytes.all.current"]
+    torch.cuda.reset_peak_memory_stats()
+    awake = torch.cuda.Event()
+
+    torch.cuda._sleep(2_000_000_000)
+    awake.record()
+    with torch.set_grad_enabled(train):
+        output = model(data)
+    if train:
+        output.sum().backward()
+
+    assert not awake.query(), "the host was to be done before the GPU begins"
+    # Active: what is freed while a stream may still use it counts, since nobody else can have it.
+    peak: int = torch.cuda.memory_stats()["active_bytes.all.peak"] - before
+    torch.cuda.synchronize()
+    return peak
+
+
+@on_a_gpu
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("forward_prefetch", [False, True])
+def test_a_forward_far_ahead_of_the_gpu_takes_two_units(
+    forward_prefetch: bool, use_orig_params: bool
+) -> None:
+    peak = peak_while_the_gpu_sleeps(
+        False, forward_prefetch=forward_prefetch, use_orig_params=use_orig_params
+    )
+
+    assert peak <= 2 * UNIT + SMALL, peak
+
+
+@on_a_gpu
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_step_far_ahead_of_the_gpu_takes_two_units_and_their_gradients(
+    use_orig_params: bool,
+) -> None:
+    peak = peak_while_the_gpu_sleeps(True, use_orig_params=use_orig_params)
+
+    # Two full buffers, the gradients of one unit, two reduce buffers.
+    assert peak <= 5 * UNIT + SMALL, peak
+
+
+@on_a_gpu
+def test_without_the_limit_every_unit_gets_memory_of_its_own() -> None:
+    peak = peak_while_the_gpu_sleeps(False, limit_all_gathers=False, forward_prefetch=True)
+
+    assert peak >= (UNITS - 2) * UNIT, peak
