@@ -83,9 +83,7 @@ def test_freed_units_are_not_there_while_others_run_forward() -> None:
 
 def test_what_rests_on_the_host_is_not_counted_on_the_device() -> None:
     facts = Facts(Strategy.FREES_AFTER_FORWARD, ranks=2)
-    offloaded = predict(
-        UNITS, STEP, Facts(Strategy.FREES_AFTER_FORWARD, ranks=2, offloaded=True)
-    )
+    offloaded = predict(UNITS, STEP, Facts(Strategy.FREES_AFTER_FORWARD, ranks=2, offloaded=True))
 
     assert predict(UNITS, STEP, facts).host == 0
     assert offloaded.host == 80 + 80 + 160

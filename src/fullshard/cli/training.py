@@ -7,13 +7,13 @@ the options. Copy this file and ``model.py`` to begin a training program of your
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -99,7 +99,6 @@ def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) 
 
 def build_model(options: Options, device: torch.device) -> FullyShardedDataParallel:
     """A GPT in units. It never exists whole: a unit gets its values when it is wrapped."""
-    torch.manual_seed(options.seed)  # the same parameters on every rank
     with torch.device("meta"):
         model = GPT(options.size(), options.sequence)
     policy = wrap_policy(model, options.wrap)
@@ -113,16 +112,25 @@ def build_model(options: Options, device: torch.device) -> FullyShardedDataParal
         auto_wrap_policy=policy,
         mixed_precision=mixed_precision(options),
         cpu_offload=CPUOffload(offload_params=options.offload),
-        param_init_fn=functools.partial(materialize, device),
+        param_init_fn=materializer(model, options.seed, device),
         device_id=device,
         use_orig_params=True,
     )
 
 
-def materialize(device: torch.device, module: nn.Module) -> None:
-    """Give ``module``'s own parameters memory and values."""
-    module.to_empty(device=device, recurse=False)
-    initialize(module)
+def materializer(model: nn.Module, seed: int, device: torch.device) -> Callable[[nn.Module], None]:
+    """Gives a module's own parameters memory and values, which depend on its path and the seed.
+
+    So they are the same on every rank, and however the model is cut into units.
+    """
+    paths = {module: path for path, module in model.named_modules()}
+
+    def materialize(module: nn.Module) -> None:
+        module.to_empty(device=device, recurse=False)
+        torch.manual_seed(seed + zlib.crc32(paths[module].encode()))
+        initialize(module)
+
+    return materialize
 
 
 def run_step(
