@@ -10,12 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
+from fullshard.cli.data import read_text
+from fullshard.cli.model import GPT, next_token_loss
 from fullshard.cli.options import Options
+from fullshard.cli.problems import BadInput
+from fullshard.cli.rates import learning_rate
 from fullshard.cli.run_folder import RunFolder
 from fullshard.cli.stopping import StopRequest
-from fullshard.cli.training import train
+from fullshard.cli.train import Request, prepare
+from fullshard.cli.training import materializer, train
 from fullshard.testing import device, run_on_ranks
 
 OPTIONS = Options(
@@ -85,6 +92,42 @@ def test_a_run_leaves_options_metrics_a_picture_checkpoints_and_a_sample(complet
     assert (complete / "sample.txt").read_text().startswith("def ")
     assert RunFolder(complete).options().steps == 8
     assert len([*(complete / "checkpoints").glob("step-*")]) == 2
+
+
+def test_losses_are_those_of_the_bare_model_on_the_whole_batch(complete: Path) -> None:
+    options, text = OPTIONS, read_text("")
+    with torch.device("meta"):
+        model = GPT(options.size(), options.sequence)
+    for module in model.modules():
+        if module._parameters:
+            materializer(model, options.seed, torch.device("cpu"))(module)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    expected = []
+    for step in range(1, 9):
+        loss = next_token_loss(model, text.batch(0, step, range(8), options.sequence))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(options, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+
+    found = losses(RunFolder(complete).read_metrics())
+
+    # Another device draws other initial values; there the first loss alone is compared, roughly.
+    if device().type == "cpu":
+        assert found == pytest.approx(expected, rel=1e-4)
+    assert found[0] == pytest.approx(expected[0], rel=0.05)
+
+
+def test_a_checkpoint_of_another_model_is_refused(complete: Path) -> None:
+    request = Request({"width": 32}, name=complete.name, runs=complete.parent, resume=True)
+    before = (complete / "config.toml").read_text()
+
+    with pytest.raises(BadInput, match="another model: its width is 16, but 32 was asked for"):
+        prepare(request, ranks=2)
+    assert (complete / "config.toml").read_text() == before
 
 
 def test_a_resumed_run_on_the_same_ranks_is_the_same_to_the_bit(
