@@ -186,13 +186,14 @@ class LineReporter(Reporter):
         self.folder.sample.write_text(sample, encoding="utf-8")
         self._close()
         elapsed = duration_text(time.perf_counter() - self._started)
-        metrics = self.folder.read_metrics()
-        outcome = f"{metrics[0]['loss']:.3f} at first, {metrics[-1]['loss']:.3f} at the end"
-        self.write(f"\nloss      {outcome}, after {elapsed}")
+        losses = [line["loss"] for line in self.folder.read_metrics()]
+        if losses:
+            self.write(f"\nloss      {losses[0]:.3f} at first, {losses[-1]:.3f} at the end")
+        self.write(f"time      {elapsed}")
         self.write(f"picture   {self.folder.picture}")
         self.write(f"metrics   {self.folder.metrics}")
         self.write("sample")
-        self.write("\n".join(f"  {line}" for line in sample.splitlines()))
+        self.write("\n".join(f"  {line}" for line in _printable(sample).split("\n")))
 
     def _close(self) -> None:
         metrics = self.folder.read_metrics()
@@ -233,6 +234,11 @@ def _parts_in_words(predicted: Parts) -> list[str]:
         f"full buffers {size_text(predicted.full_parameters)}, "
         f"activations {size_text(predicted.activations)}",
     ]
+
+
+def _printable(text: str) -> str:
+    """A model writes any byte; terminals obey some of them."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def duration_text(seconds: float) -> str:

@@ -129,15 +129,18 @@ def given_values(request: Request) -> dict[str, Any]:
 
 def check_same_model(folder: RunFolder, options: Options) -> None:
     """Refuse to continue a run with a model that its checkpoint is not of."""
-    saved = fullshard.latest(folder.checkpoints)
+    try:
+        saved = fullshard.latest(folder.checkpoints)
+    except fullshard.CheckpointError as damage:
+        raise BadInput(str(damage)) from None
     if saved is None:
         return
     for name, wanted in model_facts(options).items():
-        if saved.extra[name] != wanted:
+        found = saved.extra.get(name)
+        if found != wanted:
             raise BadInput(
-                f"{saved.path} is a checkpoint of another model: its {name} is "
-                f"{saved.extra[name]}, but {wanted} was asked for; leave --{name} out, or start "
-                "a new run"
+                f"{saved.path} is a checkpoint of another model: its {name} is {found}, but "
+                f"{wanted} was asked for; leave --{name} out, or start a new run"
             )
 
 
