@@ -155,7 +155,7 @@ def measure(options: Options) -> int:
 def test_the_prediction_is_within_a_tenth_of_what_a_step_takes(given: dict[str, Any]) -> None:
     if device().type != "cpu":
         pytest.skip("several ranks share a GPU over gloo here, which takes memory of its own")
-    options = Options(**{"batch": 16, **given})
+    options = Options(**{"batch": 8, **given})
 
     _, predicted = predict_memory(gpt_subject(options), options, 2, CPU)
     measured = max(run_on_ranks(2, measure, options))

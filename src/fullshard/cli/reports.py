@@ -25,6 +25,10 @@ from .run_folder import RunFolder
 __all__ = ["Progress", "Reporter", "reporter_for"]
 
 
+#: The loss at the end is a mean over so many steps: a single batch's jumps up and down.
+_AVERAGED = 20
+
+
 @dataclass(frozen=True)
 class Progress:
     """A step that was just made. ``memory`` is the most that a rank took, once measured."""
@@ -186,9 +190,12 @@ class LineReporter(Reporter):
         self.folder.sample.write_text(sample, encoding="utf-8")
         self._close()
         elapsed = duration_text(time.perf_counter() - self._started)
-        losses = [line["loss"] for line in self.folder.read_metrics()]
-        if losses:
-            self.write(f"\nloss      {losses[0]:.3f} at first, {losses[-1]:.3f} at the end")
+        if self._losses:
+            first, last = self.folder.read_metrics()[0]["loss"], self._losses[-_AVERAGED:]
+            mean = sum(last) / len(last)
+            self.write(
+                f"\nloss      {first:.3f} at first, {mean:.3f} over the last {len(last)} steps"
+            )
         self.write(f"time      {elapsed}")
         self.write(f"picture   {self.folder.picture}")
         self.write(f"metrics   {self.folder.metrics}")
