@@ -17,16 +17,15 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gpt
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
 from bars import at_most, judge, show_table, show_verdicts
 from rows import Setting, Training
+from workers import run_ranks
 
 ROWS = ["bare", "DDP", "FSDP2", "fullshard", "fullshard SHARD_GRAD_OP"]
 COLUMNS = ["step ms", "x bare", "x DDP", "x FSDP2", "held MiB", "peak MiB"]
@@ -35,27 +34,33 @@ MIB = 2**20
 
 
 class Memory:
-    """Bytes that this process allocates for tensors while the context is open."""
+    """Bytes that this process allocates for tensors while the context is open.
+
+    The profiler sees only what this thread does, and gloo's threads free memory, too; but each
+    of its events tells what all threads hold together.
+    """
 
     def __enter__(self) -> Memory:
         activities = [torch.profiler.ProfilerActivity.CPU]
         self._profile = torch.profiler.profile(activities=activities, profile_memory=True)
         self._profile.__enter__()
+        torch.empty(1)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         gc.collect()
+        torch.empty(1)
         self._profile.__exit__(*exception)
-        totals = [0, *self._totals()]
-        self.left, self.peak = totals[-1], max(totals)
+        totals = self._totals()
+        self.left, self.peak = totals[-1] - totals[0], max(totals) - totals[0]
 
-    def _totals(self) -> Iterator[int]:
-        profiler: Any = self._profile.profiler
-        events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
-        total = 0
-        for event in sorted(events, key=lambda e: e.start_ns()):
-            total += event.nbytes()
-            yield total
+    def _totals(self) -> list[int]:
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            self._profile.export_chrome_trace(file.name)
+            events = json.loads(Path(file.name).read_text())["traceEvents"]
+        memory = [event for event in events if event.get("name") == "[memory]"]
+        memory.sort(key=lambda event: event["ts"])
+        return [event["args"]["Total Allocated"] for event in memory]
 
 
 class Contestant:
@@ -195,7 +200,7 @@ def main() -> None:
     results = []
     for ranks in given.ranks:
         with tempfile.TemporaryDirectory() as folder:
-            processes.spawn(measure, args=(ranks, given, folder), nprocs=ranks)
+            run_ranks(measure, ranks, given, folder)
             results.append(json.loads(Path(folder, "results.json").read_text()))
         show(results[-1])
         if given.json is not None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Work
 
 
 class PresentStore(dist.Store):
@@ -56,7 +57,7 @@ class PresentStore(dist.Store):
     deleteKey = delete_key
 
 
-class Done(dist._Work):
+class Done(Work):
     """A collective that is over."""
 
     def is_completed(self) -> bool:
@@ -94,7 +95,7 @@ class Instant(dist.ProcessGroup):
     def pg_name(self) -> str:
         return self.group_name
 
-    def _launch(self, received: int) -> dist._Work:
+    def _launch(self, received: int) -> Work:
         """Start a collective in which this rank receives ``received`` bytes."""
         self.calls += 1
         return self._done
@@ -116,43 +117,41 @@ class Instant(dist.ProcessGroup):
 
     # -- what implementations call; torch 2.13 renamed half of it, so both names are here ----------
 
-    def all_gather_single(self, output: torch.Tensor, piece: Any, *_: Any, **__: Any) -> dist._Work:
+    def all_gather_single(self, output: torch.Tensor, piece: Any, *_: Any, **__: Any) -> Work:
         self._gathered([output])
         return self._launch(self._share(output))
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], pieces: Any, *_: Any, **__: Any
-    ) -> dist._Work:
+    ) -> Work:
         self._gathered(outputs)
         return self._launch(sum(map(self._share, outputs)))
 
     def reduce_scatter_single(
         self, output: torch.Tensor, full: torch.Tensor, *_: Any, **__: Any
-    ) -> dist._Work:
+    ) -> Work:
         self._reduced([output])
         return self._launch(self._share(full))
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], *_: Any, **__: Any
-    ) -> dist._Work:
+    ) -> Work:
         self._reduced(outputs)
         return self._launch(sum(map(self._share, fulls)))
 
-    def allreduce(self, tensors: Sequence[torch.Tensor], *_: Any, **__: Any) -> dist._Work:
+    def allreduce(self, tensors: Sequence[torch.Tensor], *_: Any, **__: Any) -> Work:
         return self._launch(2 * sum(map(self._share, tensors)))
 
-    def allgather(
-        self, outputs: Sequence[Sequence[torch.Tensor]], *_: Any, **__: Any
-    ) -> dist._Work:
+    def allgather(self, outputs: Sequence[Sequence[torch.Tensor]], *_: Any, **__: Any) -> Work:
         return self._launch(sum(tensor.nbytes for each in outputs for tensor in each))
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], *_: Any, **__: Any) -> dist._Work:
+    def broadcast(self, tensors: Sequence[torch.Tensor], *_: Any, **__: Any) -> Work:
         return self._launch(sum(tensor.nbytes for tensor in tensors))
 
-    def alltoall_base(self, output: torch.Tensor, *_: Any, **__: Any) -> dist._Work:
+    def alltoall_base(self, output: torch.Tensor, *_: Any, **__: Any) -> Work:
         return self._launch(self._share(output))
 
-    def barrier(self, *_: Any, **__: Any) -> dist._Work:
+    def barrier(self, *_: Any, **__: Any) -> Work:
         return self._launch(0)
 
     _allgather_base = all_gather_single
@@ -188,7 +187,7 @@ class Delayed(Instant):
         self.trace: list[Callable[[], float]] | None = None
         self._line = _DeviceLine(device) if device.type == "cuda" else _HostLine()
 
-    def _launch(self, received: int) -> dist._Work:
+    def _launch(self, received: int) -> Work:
         self.calls += 1
         if self.network is None:
             return self._done
@@ -201,7 +200,7 @@ class _HostLine:
     def __init__(self) -> None:
         self._free_at = 0.0
 
-    def launch(self, milliseconds: float, trace: list[Callable[[], float]] | None) -> dist._Work:
+    def launch(self, milliseconds: float, trace: list[Callable[[], float]] | None) -> Work:
         self._free_at = max(self._free_at, time.perf_counter()) + milliseconds / 1e3
         if trace is not None:
             trace.append(lambda: milliseconds)
@@ -229,7 +228,7 @@ class _DeviceLine:
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._cycles_per_ms = _calibrate(device)
 
-    def launch(self, milliseconds: float, trace: list[Callable[[], float]] | None) -> dist._Work:
+    def launch(self, milliseconds: float, trace: list[Callable[[], float]] | None) -> Work:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         timed = trace is not None

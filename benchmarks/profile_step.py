@@ -28,8 +28,8 @@ import gpt
 import groups
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
 from rows import Setting, Training
+from workers import run_ranks
 
 #: Phases in the order of a unit's life, and the functions that make them up.
 PHASES: dict[str, tuple[str, ...]] = {
@@ -234,7 +234,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     ranks = int(given.case.split("@")[1])
     if given.gloo:
         with tempfile.TemporaryDirectory() as folder:
-            processes.spawn(over_gloo, args=(ranks, given, folder), nprocs=ranks)
+            run_ranks(over_gloo, ranks, given, folder)
             result: dict[str, Any] = json.loads(Path(folder, "results.json").read_text())
             return result
     torch.set_num_threads(1)

@@ -9,7 +9,20 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch.multiprocessing
 from rows import SkipRow
+
+
+def start_method() -> str:
+    """How processes begin: from nothing, or as copies of one that has imported torch.
+
+    Copies start faster; but an import may touch the driver of a GPU, which no copy survives.
+    """
+    if torch.cuda.is_available():
+        return "spawn"
+    # The second is what optimizers import when the first of them is made.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch._dynamo"])
+    return "forkserver"
 
 
 class Worker:
@@ -19,7 +32,7 @@ class Worker:
     """
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context(start_method())
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(make, arguments, theirs), daemon=True)
         self._process.start()
@@ -55,3 +68,10 @@ def _serve(make: Callable[..., Any], arguments: tuple[Any, ...], pipe: Connectio
             except Exception as error:
                 answer = {"skipped": f"{type(error).__name__}: {error}"}
             pipe.send(answer)
+
+
+def run_ranks(rank_main: Callable[..., None], ranks: int, *arguments: Any) -> None:
+    """Run ``rank_main(rank, ranks, *arguments)`` in a process for each rank, to its end."""
+    torch.multiprocessing.start_processes(
+        rank_main, args=(ranks, *arguments), nprocs=ranks, start_method=start_method()
+    )

@@ -26,6 +26,7 @@ from .fsdp import FullyShardedDataParallel, register_fsdp_forward_method
 from .grad.scaler import ShardedGradScaler
 from .state.checkpoint import Checkpoint, CheckpointError, SaveHandle, latest, load, save
 from .state.export import export_safetensors
+from .state.optim_template import optim_state_template
 
 __all__ = [
     "BackwardPrefetch",
@@ -53,6 +54,7 @@ __all__ = [
     "export_safetensors",
     "latest",
     "load",
+    "optim_state_template",
     "register_fsdp_forward_method",
     "save",
 ]

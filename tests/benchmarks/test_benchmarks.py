@@ -18,9 +18,7 @@ PROGRAMS: dict[str, list[str]] = {
     "cpu_collectives": ["--ranks", "2", "--model", "toy", "--rounds", "2", "--steps", "1"],
     "profile_step": ["--case", "toy@8", "--steps", "2"],
     "overlap": ["--case", "toy@8", "--bandwidths", "0.01", "--rounds", "1", "--steps", "2"],
-    "growth": [
-        *["--units", "2", "4", "--parameters", "1", "2", "--ranks", "8", "16", "--steps", "1"]
-    ],
+    "growth": ["--units", "2", "4", "--parameters", "1", "2", "--ranks", "8", "16", "--steps", "1"],
 }
 ROWS = {
     "step": ["bare", "FSDP1", "FSDP2", "fullshard"],

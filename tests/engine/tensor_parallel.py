@@ -8,7 +8,7 @@ import torch
 from tests.engine.models import TrainingModel, generator, make
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -123,3 +123,34 @@ def sharded(
         auto_wrap_policy=ModuleWrapPolicy({Block}) if blocks else None,
         **{"use_orig_params": True, **options},
     )
+
+
+class Uneven(nn.Module):
+    """Parts of different sizes, one of them empty, cut along both dimensions; returns a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(7, 3))
+        self.columns = nn.Parameter(torch.randn(5, 3))
+        self.single = nn.Parameter(torch.randn(1, 5))
+        self.bias = nn.Parameter(torch.randn(9))
+        self.plain = nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, factor: torch.Tensor) -> torch.Tensor:
+        found = (self.rows, self.columns, self.single, self.bias, self.plain)
+        wholes = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in found)
+        return factor * sum(whole.square().sum() for whole in wholes)
+
+
+def uneven(sharded_over: tuple[int, int] | None = None, **options: Any) -> Any:
+    """The model with the same values on every rank, parallelized and sharded if asked for."""
+    torch.manual_seed(3)
+    model = Uneven().to(device())
+    if sharded_over is None:
+        return model
+    mesh = mesh_of(*sharded_over)
+    for name, dimension in (("rows", 0), ("columns", 1), ("single", 0), ("bias", 0)):
+        parameter = getattr(model, name)
+        spread = distribute_tensor(parameter.detach(), mesh["tp"], [Shard(dimension)])
+        setattr(model, name, nn.Parameter(spread))
+    return FSDP(model, device_mesh=mesh["dp"], **{"use_orig_params": True, **options})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+import torch.distributed as dist
 from tests.engine.models import make
 from tests.engine.parity import adam, assert_same, full_parameters, train, train_alone
 from tests.engine.tensor_parallel import Block, Tokens, mesh_of, parallelized, plan, sharded
@@ -200,22 +203,43 @@ def test_frozen_parts_get_no_gradients_and_keep_their_values() -> None:
     assert model.first.up.weight.grad is None
 
 
-@ranks(4)
-def test_a_model_built_on_the_meta_device_is_initialised_part_by_part() -> None:
-    mesh = mesh_of(2, 2)
+def on_meta(mesh: DeviceMesh) -> Tokens:
     with torch.device("meta"):
         module = Tokens()
     parallelize_module(module, mesh["tp"], plan("tensor"))
+    return module
 
-    def zeros(module: nn.Module) -> None:
+
+@ranks(4)
+def test_a_model_built_on_the_meta_device_is_initialised_part_by_part() -> None:
+    def fill(module: nn.Module) -> None:
         module.to_empty(device=device(), recurse=False)
         for parameter in module.parameters(recurse=False):
             nn.init.constant_(parameter, 0.25)
 
-    model = sharded(mesh, model=module, param_init_fn=zeros)
-
+    mesh = mesh_of(2, 2)
     expected = {name: torch.full_like(p, 0.25) for name, p in Tokens().named_parameters()}
-    assert_same(full_parameters(model), expected, "meta")
+    for use_orig_params in (True, False):
+        model = sharded(
+            mesh, model=on_meta(mesh), param_init_fn=fill, use_orig_params=use_orig_params
+        )
+        assert_same(full_parameters(model), expected, use_orig_params)
+
+
+@ranks(4)
+def test_modules_on_the_meta_device_initialise_their_own_parts() -> None:
+    mesh = mesh_of(2, 2)
+    module = on_meta(mesh)
+    model = FSDP(module.first, device_mesh=mesh["dp"], use_orig_params=True)
+    found = full_parameters(model)
+    bound = 1 / math.sqrt(6)
+    assert torch.equal(found["norm.weight"], torch.ones(6))
+    assert (found["up.weight"].abs() <= bound).all()
+    assert (found["up.weight"] != 0).all()
+    mine = found["up.weight"].to(device())
+    everyone = [torch.empty_like(mine) for _ in range(4)]
+    dist.all_gather(everyone, mine)
+    assert all(torch.equal(other, everyone[0]) for other in everyone)
 
 
 @ranks(4)

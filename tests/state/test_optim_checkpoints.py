@@ -158,3 +158,26 @@ def test_get_and_set_state_dict_of_torch_know_the_wrapper(
     tmp_path: Path, options: dict[str, bool], use_orig_params: bool
 ) -> None:
     run_on_ranks(2, through_torch, tmp_path, use_orig_params, options)
+
+
+def from_the_first_rank(use_orig_params: bool) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        point_torch_at_fullshard(monkeypatch)
+        chosen = torch_state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        model = wrapped(
+            build(Net), ShardingStrategy.FULL_SHARD, "blocks", use_orig_params=use_orig_params
+        )
+        optimizer = adam(model)
+        trained(model, optimizer, BEFORE)
+        state = torch_state_dict.get_optimizer_state_dict(model, optimizer, options=chosen)
+        assert bool(state.get("state")) == (dist.get_rank() == 0)
+        loaded = adam(model)
+        torch_state_dict.set_optimizer_state_dict(model, loaded, state, options=chosen)
+        assert_same_optim_state(full_state(model, loaded), full_state(model, optimizer))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_set_optimizer_state_dict_of_torch_sends_what_the_first_rank_has(
+    use_orig_params: bool,
+) -> None:
+    run_on_ranks(2, from_the_first_rank, use_orig_params)

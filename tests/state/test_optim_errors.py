@@ -79,6 +79,8 @@ def test_a_dict_that_is_no_state_dict_is_refused_with_advice() -> None:
     for given in ({}, {"model": 1}):
         with pytest.raises(ValueError, match=r"'state' and 'param_groups'.*rank0_only=True"):
             FSDP.optim_state_dict_to_load(model, optimizer, given)
+    with pytest.raises(ValueError, match="'state' and 'param_groups'"):
+        FSDP.scatter_full_optim_state_dict({}, model, optim=optimizer)
     own = optimizer.state_dict()
     own["param_groups"][0]["params"].pop()
     with pytest.raises(ValueError, match=r"groups of \[3\] parameters, the optimizer of \[4\]"):

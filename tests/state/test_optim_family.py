@@ -159,3 +159,20 @@ def test_optim_input_is_no_longer_needed() -> None:
     optimizer = adam(model)
     with pytest.warns(FutureWarning, match="optim_input"):
         FSDP.full_optim_state_dict(model, optimizer, list(model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["full", "full on the first rank", "sharded", "local"])
+@ranks(2)
+def test_a_learning_rate_that_is_a_tensor_is_saved_as_it_was_and_loaded_everywhere(
+    name: str,
+) -> None:
+    model = wrapped(build(Net), FULL_SHARD, "blocks")
+    rate = torch.tensor(0.02)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    trained(model, optimizer, BEFORE)
+    with optim_kind(model, name):
+        saved = FSDP.optim_state_dict(model, optimizer)
+        rate.fill_(7)
+        loaded = torch.optim.Adam(model.parameters(), lr=rate)
+        FSDP.optim_state_dict_to_load(model, loaded, saved, load_directly=True)
+    assert loaded.param_groups[0]["lr"] == torch.tensor(0.02)

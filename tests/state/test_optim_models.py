@@ -89,6 +89,51 @@ def test_odd_parameters_move_between_sharded_and_whole(name: str) -> None:
         assert_same_optim_state(full_state(target, loaded), expected)
 
 
+@pytest.mark.parametrize("name", ["full", "sharded"])
+@ranks(2)
+def test_state_of_a_shared_parameter_is_found_under_any_of_its_names(name: str) -> None:
+    model = wrapped(build(Odd), FULL_SHARD, "blocks", use_orig_params=True)
+    optimizer = adam(model)
+    trained(model, optimizer, BEFORE)
+    expected = full_state(model, optimizer)
+    with optim_kind(model, name):
+        saved = FSDP.optim_state_dict(model, optimizer)
+        saved["state"]["tied.weight"] = saved["state"].pop("embed.weight")
+        names = saved["param_groups"][0]["params"]
+        names[names.index("embed.weight")] = "tied.weight"
+        loaded = adam(model)
+        FSDP.optim_state_dict_to_load(model, loaded, saved, load_directly=True)
+    assert_same_optim_state(full_state(model, loaded), expected)
+
+
+class TwoDtypes(Net):
+    """A frozen part, and one in another dtype, in the same unit as the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = self.head.to(torch.bfloat16)
+        self.embed.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.to(torch.bfloat16)).float()
+
+
+@pytest.mark.parametrize("name", OPTIM_KINDS)
+@ranks(2)
+def test_a_unit_of_several_dtypes_has_state_of_several(name: str) -> None:
+    model = wrapped(build(TwoDtypes), FULL_SHARD, "one unit", use_orig_params=True)
+    optimizer = adam(model)
+    trained(model, optimizer, BEFORE)
+    found = full_state(model, optimizer)["state"]
+    assert not any(parameter.startswith("embed") for parameter in found)
+    assert found["head.weight"]["exp_avg"].dtype == torch.bfloat16
+    assert found["blocks.0.scale"]["exp_avg"].dtype == torch.float32
+    round_trip(model, name, optimizer)
+
+
 class Ignoring(Net):
     """A part that no unit is to manage."""
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from tests.original.training import Net, build
 from tests.state.models import STRATEGIES, WRAPPINGS, copied, other, wrapped
 from tests.state.optimizers import (
@@ -20,7 +24,7 @@ from tests.state.optimizers import (
 )
 
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import ShardingStrategy
+from fullshard import OptimStateKeyType, ShardingStrategy
 from fullshard.testing import run_on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
@@ -39,6 +43,7 @@ def test_state_of_any_type_brings_a_trained_optimizer_back(
         optimizer = make(model)
         trained(model, optimizer, BEFORE)
         weights, expected = copied(model.state_dict()), full_state(model, optimizer)
+        own = copy.deepcopy(optimizer.state_dict())
         bare, bare_optimizer, reference = bare_reference(Net, make, BEFORE)
         assert_close_optim_state(expected, reference)
         saved = {}
@@ -53,6 +58,7 @@ def test_state_of_any_type_brings_a_trained_optimizer_back(
             loaded = make(model)
             with optim_kind(model, name):
                 loaded.load_state_dict(FSDP.optim_state_dict_to_load(model, loaded, state))
+            assert_same_optim_state(loaded.state_dict(), own)
             assert_same_optim_state(full_state(model, loaded), expected)
             assert next_loss_and_step(model, loaded, 2) == losses
 
@@ -90,3 +96,43 @@ def test_state_moves_to_another_wrapping_strategy_and_flattening(
                     torch.testing.assert_close(next_loss_and_step(target, loaded, 2), losses)
 
     run_on_ranks(world_size, move)
+
+
+def saved_in_full(strategy: ShardingStrategy) -> tuple[dict[str, Any], dict[str, Any]]:
+    model = wrapped(build(Net), strategy, "blocks", use_orig_params=True)
+    optimizer = adam(model)
+    trained(model, optimizer, BEFORE)
+    return full_state(model, optimizer), copied(model.state_dict())
+
+
+def loaded_in_full(
+    name: str, use_orig_params: bool, state: dict[str, Any], weights: dict[str, Any]
+) -> None:
+    target = wrapped(
+        other(Net), ShardingStrategy.FULL_SHARD, "linears", use_orig_params=use_orig_params
+    )
+    target.load_state_dict(weights)
+    loaded = adam(target)
+    with optim_kind(target, name):
+        given = state if name == "full" or dist.get_rank() == 0 else {}
+        FSDP.optim_state_dict_to_load(target, loaded, given, load_directly=True)
+    assert_same_optim_state(full_state(target, loaded), state)
+    bare = build(Net)
+    bare.load_state_dict(weights)
+    plain = adam(bare)
+    plain.load_state_dict(
+        FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, bare, optim=plain)
+    )
+    torch.testing.assert_close(
+        next_loss_and_step(target, loaded, 2), next_loss_and_step(bare, plain, 2, bare=True)
+    )
+
+
+@pytest.mark.parametrize("name", ["full", "full on the first rank"])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_full_state_of_four_ranks_is_loaded_by_one_two_and_three(
+    use_orig_params: bool, name: str
+) -> None:
+    state, weights = run_on_ranks(4, saved_in_full, ShardingStrategy.FULL_SHARD)[0]
+    for world_size in (1, 2, 3):
+        run_on_ranks(world_size, loaded_in_full, name, use_orig_params, state, weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tests.engine.models import make
 from tests.engine.parity import train, train_alone
-from tests.engine.tensor_parallel import Tokens, mesh_of, sharded
+from tests.engine.tensor_parallel import Tokens, mesh_of, sharded, uneven
 from tests.original.training import MODES
 from tests.state.optimizers import (
     OPTIM_KINDS,
@@ -25,7 +26,9 @@ from tests.state.optimizers import (
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy
 from fullshard.state.optim_template import optim_state_template
-from fullshard.testing import ranks, run_on_ranks
+from fullshard.testing import device, ranks, run_on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 
 
 def trained(*shape: int, **options: Any) -> tuple[FSDP, torch.optim.Optimizer]:
@@ -57,6 +60,26 @@ def test_optimizer_state_is_the_bare_models_and_any_type_brings_it_back() -> Non
         found = full_state(model, optimizer)
         assert_close_optim_state(found, expected)
         for name in OPTIM_KINDS:
+            with optim_kind(model, name):
+                saved = FSDP.optim_state_dict(model, optimizer)
+                loaded = adam(model)
+                loaded.load_state_dict(FSDP.optim_state_dict_to_load(model, loaded, saved))
+            assert_same_optim_state(full_state(model, loaded), found)
+
+
+@ranks(4)
+def test_ranks_whose_part_is_empty_take_part() -> None:
+    for shape, use_orig_params in itertools.product([(2, 2), (1, 4)], [True, False]):
+        bare, model = uneven(), uneven(shape, use_orig_params=use_orig_params)
+        optimizer, expected = adam(model), adam(bare)
+        for each, own in ((bare, expected), (model, optimizer)):
+            for _ in range(2):
+                own.zero_grad()
+                each(torch.ones((), device=device())).backward()
+                own.step()
+        found = full_state(model, optimizer)
+        assert_close_optim_state(found, state_by_names(bare, expected))
+        for name in ("full on the first rank", "dtensor"):
             with optim_kind(model, name):
                 saved = FSDP.optim_state_dict(model, optimizer)
                 loaded = adam(model)

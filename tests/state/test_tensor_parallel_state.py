@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,43 +13,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.engine.models import make
 from tests.engine.parity import assert_same, full_parameters
-from tests.engine.tensor_parallel import Tokens, mesh_of, parallelized, sharded
+from tests.engine.tensor_parallel import Tokens, mesh_of, parallelized, sharded, uneven
 from tests.original.training import MODES
 from tests.state.models import KINDS, assert_same_state, copied, kind, wipe
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from fullshard import FullStateDictConfig, ShardingStrategy, StateDictType
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.testing import device, ranks, run_on_ranks
+from fullshard.testing import ranks, run_on_ranks
 
 NORMS = (2.0, 1.0, 2.5, math.inf)
-
-
-class Uneven(nn.Module):
-    """Parts of different sizes, one of them empty, cut along both dimensions; computes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Parameter(torch.randn(7, 3))
-        self.columns = nn.Parameter(torch.randn(5, 3))
-        self.single = nn.Parameter(torch.randn(1, 5))
-        self.bias = nn.Parameter(torch.randn(9))
-        self.plain = nn.Parameter(torch.randn(3, 2))
-
-
-def uneven(sharded_over: tuple[int, int] | None = None, **options: Any) -> Any:
-    """The model with the same values on every rank, parallelized and sharded if asked for."""
-    torch.manual_seed(3)
-    model = Uneven().to(device())
-    if sharded_over is None:
-        return model
-    mesh = mesh_of(*sharded_over)
-    for name, dimension in (("rows", 0), ("columns", 1), ("single", 0), ("bias", 0)):
-        parameter = getattr(model, name)
-        spread = distribute_tensor(parameter.detach(), mesh["tp"], [Shard(dimension)])
-        setattr(model, name, nn.Parameter(spread))
-    return FSDP(model, device_mesh=mesh["dp"], **{"use_orig_params": True, **options})
 
 
 # -- full parameters -----------------------------------------------------------------------------
@@ -265,3 +239,10 @@ def test_a_copy_of_a_sharded_model_has_parts_of_its_own() -> None:
         other.first.up.weight.zero_()
     assert_same(full_parameters(model), full_parameters(make(Tokens)), "original")
     assert not full_parameters(other)["first.up.weight"].any()
+
+
+@ranks(4)
+def test_a_model_whose_mesh_another_process_would_not_know_is_not_pickled() -> None:
+    handle = sharded(mesh_of(2, 2))._unit.handles[0]
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(handle.distributions)

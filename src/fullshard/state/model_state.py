@@ -17,7 +17,6 @@ Note: hooks, not swaps
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -40,6 +39,7 @@ from ..engine.unit import Unit
 from . import gathering, sharded_tensors
 from .distributed_values import as_joint_dtensor
 from .loading import Arrivals, LoadReport
+from .module_hooks import attach
 from .state_types import default_settings
 
 #: What a local state dict calls a group's shard.
@@ -244,7 +244,7 @@ class ModelState:
                 return sharded_tensors.as_dtensor(local, whole.shape, mesh)
             return sharded_tensors.as_sharded_tensor(local, whole.shape, unit.shards)
         if distribution is not None:
-            whole = distribution.whole(whole)
+            whole = distribution.whole(whole.to(unit.device))
         device = torch.device("cpu") if config.offload_to_cpu else whole.device
         return whole.detach().to(device, copy=True)
 
@@ -368,47 +368,6 @@ class ModelState:
         registered = self.unit.module._parameters.get(FLAT_NAME)
         if registered is not None:
             state_dict[prefix + FLAT_NAME] = registered.detach()
-
-
-# -- hooks ----------------------------------------------------------------------------------------
-
-#: The units that take part when a module is saved or loaded. Outside of the modules, so that they
-#: can be copied and pickled without the units around them.
-_taking_part: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[ModelState]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def attach(module: nn.Module, state: ModelState) -> None:
-    """Let ``state`` take part when ``module`` is saved or loaded."""
-    _taking_part.setdefault(module, []).append(weakref.ref(state))
-    if _after_save in module._state_dict_hooks.values():
-        return
-    module.register_state_dict_pre_hook(_before_save)
-    hook = module._register_state_dict_hook(_after_save)
-    # Before the user's: theirs are to see what they would see in the bare model.
-    module._state_dict_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
-    module.register_load_state_dict_pre_hook(_before_load)
-
-
-def _states_at(module: nn.Module) -> list[ModelState]:
-    found = (reference() for reference in _taking_part.get(module, ()))
-    return [state for state in found if state is not None]
-
-
-def _before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    for state in _states_at(module):
-        state.before_save(module, prefix)
-
-
-def _after_save(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
-    for state in _states_at(module):
-        state.after_save(module, state_dict, prefix)
-
-
-def _before_load(module: nn.Module, *args: Any) -> None:
-    for state in _states_at(module):
-        state.before_load(module, *args)
 
 
 def _shown(handle: FlatParamHandle) -> list[torch.Tensor]:

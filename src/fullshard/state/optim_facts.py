@@ -16,7 +16,7 @@ from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from .optim_parameters import Owned
 
@@ -157,4 +157,15 @@ def _compare(what: str, kind: Kind, one: tuple[int, Fact], two: tuple[int, Fact]
         f"and rank {second} ({other.shape}, {other.dtype}) of those that share the parameter. "
         "State that has neither the shape of a rank's piece nor the same value on all ranks "
         "belongs to that piece alone; it can be saved in a local state dict only"
+    )
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two entries are the same, tensors in them bit by bit, wherever they are."""
+    (ones, form), (others, other_form) = tree_flatten(one), tree_flatten(other)
+    return form == other_form and all(
+        torch.equal(a.cpu(), b.cpu())
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        else bool(a == b)
+        for a, b in zip(ones, others, strict=True)
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from ..api import OptimStateKeyType
+from .optim_facts import equal
 from .optim_parameters import Groups, Original, owned_groups
 
 #: Entries of a group that say which parameters it has; the optimizer knows its own.
@@ -15,8 +17,8 @@ _MEMBERS = ("params", "param_names")
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters."""
-    return {key: value for key, value in group.items() if key not in _MEMBERS}
+    """A copy of a group's hyperparameters."""
+    return {key: copy.deepcopy(value) for key, value in group.items() if key not in _MEMBERS}
 
 
 def named_groups(saved: Sequence[Mapping[str, Any]], groups: Groups) -> list[dict[str, Any]]:
@@ -71,7 +73,7 @@ def unexpected_names(
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(bool(one[key] == other[key]) for key in one)
+    return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
 
 
 def rekeyed(

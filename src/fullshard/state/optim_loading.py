@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from ..engine.flat_param import FlatParamHandle
 from .distributed_values import part_of, rows_here
 from .gathering import own_part
 from .model_state import ModelState
+from .optim_facts import equal
 from .optim_parameters import Groups, Original, Owned, units_of
 from .sharded_tensors import gather_chunks, is_sharded, shape_of
 
@@ -181,7 +182,7 @@ class Loading:
                 if owned.handle is None or not self._is_part(key, value):
                     value = self._arrival.whole(value)
                     name, known = values.setdefault(key, (original.name, value))
-                    if name != original.name and not _equal(known, value):
+                    if name != original.name and not equal(known, value):
                         raise RuntimeError(
                             f"{key!r} is {known} for {name} and {value} for {original.name}, but "
                             f"both are part of the flat parameter {owned.path}, which has one: set "
@@ -217,13 +218,3 @@ def _entries_per_element(groups: Groups, saved: SavedState) -> set[str]:
 
 def _cloned(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _equal(one: Any, other: Any) -> bool:
-    (ones, form), (others, other_form) = tree_flatten(one), tree_flatten(other)
-    return form == other_form and all(
-        torch.equal(a.cpu(), b.cpu())
-        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-        else bool(a == b)
-        for a, b in zip(ones, others, strict=True)
-    )

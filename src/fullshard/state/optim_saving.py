@@ -58,7 +58,24 @@ class Saving:
             group.begin_pass("optimizer state", "(all)")
             reports = group.gather_objects(facts_here(members, self._states), "(all)")
             entries.update(zip(members, resolve(members, reports), strict=True))
+        self._agree_between_parts(entries)
         return entries
+
+    def _agree_between_parts(self, entries: dict[Owned, dict[str, Entry]]) -> None:
+        """Let ranks with an empty part of a parameter, which have no state for it, know of others'.
+
+        All ranks of a mesh put a tensor-parallel parameter's state together.
+        """
+        sharing: dict[Group, list[Owned]] = {}
+        for owned in entries:
+            parts = (d.parts for o in owned.originals if (d := owned.distribution(o)) is not None)
+            for group in dict.fromkeys(group for groups in parts for group in groups):
+                sharing.setdefault(group, []).append(owned)
+        for group, members in sharing.items():
+            group.begin_pass("optimizer state of parts", "(all)")
+            reports = group.gather_objects([entries[owned] for owned in members], "(all)")
+            for owned, *found in zip(members, *reports, strict=True):
+                entries[owned] = next(filter(None, found), {})
 
     # -- entries with a value per element -----------------------------------------------------
 
@@ -78,17 +95,27 @@ class Saving:
         for (handle, key, dtype), members in sorted(
             wanted.items(), key=lambda item: (order[item[0][0]], item[0][1], str(item[0][2]))
         ):
-            shard = self._shard(handle, key, dtype, members)
-            whole = self._gather(unit, handle, shard)
-            if whole is None:
-                continue
-            views = gathering.whole_views(handle, whole)
-            for owned in members:
-                for original in owned.originals:
-                    value = unit.presented(
-                        views[original.index], self._config, owned.distribution(original)
-                    )
-                    self._found.setdefault(original.name, {})[key] = value
+            self._take_entry(unit, handle, key, dtype, members)
+
+    def _take_entry(
+        self,
+        unit: ModelState,
+        handle: FlatParamHandle,
+        key: str,
+        dtype: torch.dtype,
+        members: Sequence[Owned],
+    ) -> None:
+        shard = self._shard(handle, key, dtype, members)
+        whole = self._gather(unit, handle, shard)
+        if whole is None:
+            return
+        views = gathering.whole_views(handle, whole)
+        for owned in members:
+            for original in owned.originals:
+                value = unit.presented(
+                    views[original.index], self._config, owned.distribution(original)
+                )
+                self._found.setdefault(original.name, {})[key] = value
 
     def _shard(
         self, handle: FlatParamHandle, key: str, dtype: torch.dtype, members: Sequence[Owned]
@@ -101,6 +128,8 @@ class Saving:
         shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.device)
         for owned in here:
             piece = owned.piece(owned.originals[0])
+            if not piece.numel:
+                continue
             shard[piece.offset : piece.offset + piece.numel].copy_(self._states[owned][key])
         return shard
 
@@ -148,7 +177,8 @@ class Saving:
         fact = entry.fact
         assert owned.unit is not None
         unit = owned.unit.unit
-        device = torch.device("cpu") if fact.on_host else unit.device
+        on_host = fact.on_host or self._config.offload_to_cpu
+        device = torch.device("cpu") if on_host else unit.device
         if entry.kind is Kind.NUMBER:
             return torch.tensor(fact.value, dtype=fact.dtype, device=device)
         mine: Any = self._states.get(owned, {}).get(key)

@@ -41,7 +41,8 @@ class Scattered:
         """The first rank's state dict; elsewhere its tensors have no memory behind them."""
         told = None
         if self.is_first:
-            told = tree_map(_described, dict(state_dict or {}))
+            told = dict(state_dict or {})
+            told["state"] = tree_map(_described, told.get("state"))
         if self._leads:
             for group in self._outermost.part_groups:
                 group.begin_pass("send optimizer state to other parts", _EVERYTHING)
@@ -54,8 +55,8 @@ class Scattered:
             told = self._copies.broadcast_object(told, _EVERYTHING)
         if self.is_first:
             return dict(state_dict or {})
-        found: dict[str, Any] = tree_map(_empty_like, told)
-        return found
+        assert told is not None
+        return {**told, "state": tree_map(_empty_like, told["state"])}
 
     def parts(
         self, unit: ModelState, handle: FlatParamHandle, values: Mapping[int, Any]
