@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -139,3 +140,21 @@ def test_the_same_command_runs_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 4/4") == 1, done.stdout
     assert (tmp_path / "runs" / "run-1" / "loss.png").exists()
+
+
+def test_two_machines_train_together(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    options = [*TINY.replace("--ranks 2", "--ranks 1").split(), "--steps", "4"]
+    meeting = ["--nodes", "2", "--rendezvous", place]
+
+    with (
+        started(tmp_path, *options, *meeting) as first,
+        started(tmp_path, *options, *meeting) as second,
+    ):
+        outputs = [machine.communicate(timeout=LONGEST)[0] for machine in (first, second)]
+
+    assert (first.returncode, second.returncode) == (0, 0), outputs
+    assert sum(output.count("step 4/4") for output in outputs) == 1
+    assert sum(output.count("ranks     2 (CPU)") for output in outputs) == 1
