@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import shutil
 import signal
@@ -88,7 +89,8 @@ def test_a_run_leaves_options_metrics_a_picture_checkpoints_and_a_sample(complet
     assert losses(metrics)[0] > losses(metrics)[-1]
     assert metrics[-1]["memory_bytes"] is None or metrics[-1]["memory_bytes"] > 0
     assert metrics[-1]["memory_bytes_predicted"] > 0
-    assert (complete / "loss.png").read_bytes().startswith(b"\x89PNG")
+    if importlib.util.find_spec("matplotlib"):
+        assert (complete / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (complete / "sample.txt").read_text().startswith("def ")
     assert RunFolder(complete).options().steps == 8
     assert len([*(complete / "checkpoints").glob("step-*")]) == 2

@@ -8,11 +8,13 @@ from typing import Any
 __all__ = ["draw_losses"]
 
 
-def draw_losses(metrics: list[dict[str, Any]], path: Path) -> None:
-    """Draw loss and learning rate over steps."""
+def draw_losses(metrics: list[dict[str, Any]], path: Path) -> bool:
+    """Draw loss and learning rate over steps; returns whether there is matplotlib to do it with."""
     # Takes a second to import: not where only the command's help is asked for.
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        return False
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -29,3 +31,4 @@ def draw_losses(metrics: list[dict[str, Any]], path: Path) -> None:
     rates.set_ylim(bottom=0)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+    return True

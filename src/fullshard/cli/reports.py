@@ -197,7 +197,8 @@ class LineReporter(Reporter):
                 f"\nloss      {first:.3f} at first, {mean:.3f} over the last {len(last)} steps"
             )
         self.write(f"time      {elapsed}")
-        self.write(f"picture   {self.folder.picture}")
+        drawn = self.folder.picture.exists()
+        self.write(f"picture   {self.folder.picture if drawn else 'none, without matplotlib'}")
         self.write(f"metrics   {self.folder.metrics}")
         self.write("sample")
         self.write("\n".join(f"  {line}" for line in _printable(sample).split("\n")))

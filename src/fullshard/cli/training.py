@@ -243,11 +243,9 @@ def device_of_rank(options: Options) -> torch.device:
     wanted = options.device
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return (
-        torch.device(wanted, int(os.environ["LOCAL_RANK"]))
-        if wanted == "cuda"
-        else torch.device(wanted)
-    )
+    if wanted == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 
 
 def was_restarted() -> bool:
