@@ -1,4 +1,5 @@
-# make train   train a small model on two ranks
+# make train   train a small GPT: on two ranks of the CPU, or on one rank per GPU
+#              (make train ARGS="--steps 100 --strategy shard_grad_op")
 # make test    run the tests           (make test ARGS="tests/testing -k hang")
 # make lint    ruff and mypy
 # Each creates .venv when it is missing or older than what it is made from.
@@ -12,7 +13,7 @@ ARGS ?=
 .PHONY: train test test-long lint format clean
 
 train: $(STAMP)
-	$(BIN)/python examples/train_two_ranks.py $(ARGS)
+	$(BIN)/fullshard train $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)

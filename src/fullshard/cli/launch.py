@@ -64,6 +64,9 @@ def launch(
             threads_per_rank(determine_local_world_size(arguments.nproc_per_node))
         ),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_SECONDS),
+        # A store of its own for every attempt: in a shared one, ranks that were started again would
+        # find the addresses of those that died, and gloo would call there.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         rank.RANKS_PRINT: "1" if ranks_print else None,
     }
     with _environment_defaults(environment), _quiet_launcher():

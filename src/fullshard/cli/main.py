@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from pathlib import Path
+from typing import Annotated, Any
 
 try:
     import typer
@@ -11,6 +13,9 @@ except ModuleNotFoundError as missing:
         "The fullshard command needs typer: pip install 'fullshard[cli]'. Without it, "
         "`python -m fullshard.cli.run` is `fullshard run`."
     ) from missing
+
+from fullshard.cli.flags import with_option_flags
+from fullshard.cli.problems import BadInput
 
 app = typer.Typer(
     help="Fully sharded data parallelism for PyTorch.",
@@ -45,9 +50,59 @@ def run(
     raise typer.Exit(run_program(arguments))
 
 
+@app.command()
+@with_option_flags(lambda field: True)
+def train(
+    values: dict[str, Any],
+    config: Annotated[Path | None, typer.Option(help="TOML file with options.")] = None,
+    name: Annotated[str | None, typer.Option(help="The run's name; else a number.")] = None,
+    runs: Annotated[Path, typer.Option(help="Where runs' folders are.")] = Path("runs"),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue: --name, or the last.")
+    ] = False,
+    max_restarts: Annotated[
+        int, typer.Option(help="Restarts after a failure, from the last checkpoint.")
+    ] = 0,
+    nodes: Annotated[int, typer.Option(help="Machines that take part.")] = 1,
+    rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT of one of them.")] = None,
+) -> None:
+    """Train a GPT, sharded, on text. Needs no arguments.
+
+    Writes options, metrics, a loss curve, checkpoints and a sample into the folder of the run.
+    """
+    from fullshard.cli.train import Request, run_training
+
+    raise typer.Exit(
+        run_training(Request(values, config, name, runs, resume, max_restarts, nodes, rendezvous))
+    )
+
+
+@app.command()
+@with_option_flags(lambda field: field.metadata["planned"])
+def plan(
+    values: dict[str, Any],
+    device_memory: Annotated[
+        str | None, typer.Option(help="Does it fit? A size (80GiB) or a name (h100, a100-40g).")
+    ] = None,
+) -> None:
+    """Show the memory that a step of training will take on a rank, part by part.
+
+    --model is a preset, or module:function. The function returns a model (on any device: it is
+    called under the meta device) that takes tokens, or a model and its loss: loss(model,
+    sequences, length).
+    """
+    from fullshard.cli.plan import plan as show_plan
+
+    show_plan(values, device_memory)
+
+
 def main() -> None:
     """Entry point of the installed command."""
-    app(prog_name="fullshard")
+    try:
+        app(prog_name="fullshard")
+    except BadInput as problem:
+        print(f"fullshard: {problem}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

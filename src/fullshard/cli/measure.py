@@ -1,0 +1,86 @@
+"""How much memory a step really took, by what the allocator says, and not by who asked for it.
+
+An accelerator's allocator keeps the peak. The host's does not: glibc is asked before and after
+every operation of one step. Where there is no glibc, nothing is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Measured", "bytes_of", "watch_step"]
+
+
+class Measured:
+    """The most bytes that tensors took at once; None unless they could be measured."""
+
+    peak: int | None = None
+
+
+@contextlib.contextmanager
+def watch_step(device: torch.device, resting: Iterable[torch.Tensor]) -> Iterator[Measured]:
+    """Measure the step inside the context, on top of the ``resting`` tensors that are there before.
+
+    On the host much else is in use, such as what libraries keep after their first call: the peak
+    is what the step adds to it, and the tensors that rest. Not to be used for the first step.
+    """
+    measured = Measured()
+    if device.type != "cpu":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield measured
+        measured.peak = torch.cuda.max_memory_allocated(device)
+        return
+    at_rest = bytes_of(resting)
+    gc.collect()
+    before = _bytes_in_use()
+    with _Sampling() as sampling:
+        yield measured
+    if before:
+        measured.peak = sampling.peak - before + at_rest
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the memory behind ``tensors``, that of one storage counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``: of interest are bytes in use, in arenas and in mappings."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+_mallinfo: Any = getattr(ctypes.CDLL(None), "mallinfo2", None)
+if _mallinfo is not None:
+    _mallinfo.restype = _Mallinfo
+
+
+def _bytes_in_use() -> int:
+    """Bytes that are allocated on the host now; 0 if nobody can tell."""
+    if _mallinfo is None:
+        return 0
+    found = _mallinfo()
+    return int(found.uordblks + found.hblkhd)
+
+
+class _Sampling(TorchDispatchMode):
+    """Looks at the memory in use before and after every operation."""
+
+    peak = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.peak = max(self.peak, _bytes_in_use())
+        result = function(*args, **(kwargs or {}))
+        self.peak = max(self.peak, _bytes_in_use())
+        return result

@@ -1,0 +1,222 @@
+"""How much memory a step takes on a rank: pure arithmetic over sizes and a list of moments.
+
+``activations.py`` finds the moments, by running the bare model without memory. Here the engine's
+schedule is followed through them: what is gathered, freed, staged and reduced when.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+__all__ = ["Event", "Facts", "Moment", "Parts", "Prediction", "Strategy", "UnitSizes", "predict"]
+
+
+class Event(Enum):
+    """What happens to a unit, and so to memory."""
+
+    FORWARD = auto()
+    FORWARD_END = auto()
+    BACKWARD = auto()
+    GRADIENTS = auto()
+    END = auto()
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An event of a unit, with the memory that the bare model takes then and until the next one.
+
+    ``tensors`` are activations and whatever else operations returned; ``gradients`` are whole
+    parameter gradients that wait until their unit has all of them. All in bytes.
+    """
+
+    event: Event
+    unit: str
+    tensors: int
+    gradients: int
+    peak_tensors: int
+    peak_gradients: int
+
+
+class Strategy(Enum):
+    """What a sharding strategy means for memory."""
+
+    FREES_AFTER_FORWARD = auto()
+    KEEPS_UNTIL_BACKWARD = auto()
+    NOT_SHARDED = auto()
+
+
+@dataclass(frozen=True)
+class UnitSizes:
+    """One unit's bytes on a rank.
+
+    ``shard`` and ``gradient_shard`` stay; ``full`` is there while gathered, ``reduce_buffer`` from
+    the last gradient until they are reduced, and ``reduced`` is what the reduce writes.
+    """
+
+    path: str
+    shard: int
+    gradient_shard: int
+    full: int
+    reduce_buffer: int
+    reduced: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What else decides: how the ranks talk, and where shards rest."""
+
+    strategy: Strategy
+    ranks: int
+    #: Bytes of optimizer state per byte of gradient shards; AdamW keeps two numbers.
+    optimizer_factor: float = 2.0
+    #: Whether shards, their gradients and the optimizer's state are in the host's memory.
+    offloaded: bool = False
+    #: Whether gradients of an earlier backward are there while the next one runs.
+    accumulates: bool = False
+    #: Over gloo a reduce receives into memory as large as what it sends.
+    receives_whole: bool = True
+    #: On an accelerator a unit's memory is given back one unit late in forward.
+    frees_late: bool = False
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Bytes that a device has to have on a rank, by what they are for.
+
+    ``whole_gradients`` are those that are not reduced yet, with the buffers that reduce them.
+    """
+
+    shards: int
+    gradients: int
+    optimizer: int
+    full_parameters: int
+    whole_gradients: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All parts together."""
+        return sum(dataclasses.astuple(self))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The parts at the moment when their sum is largest, what each is at most, and when it is.
+
+    ``host`` is what rests in the host's memory beside the device's.
+    """
+
+    peak: Parts
+    at_most: Parts
+    when: str
+    host: int
+
+    @property
+    def total(self) -> int:
+        """What the device has to have."""
+        return self.peak.total
+
+
+def predict(units: Sequence[UnitSizes], moments: Sequence[Moment], facts: Facts) -> Prediction:
+    """Follow one step and return its largest moment."""
+    walk = _Walk({unit.path: unit for unit in units}, facts)
+    for moment in moments:
+        walk.follow(moment)
+    peak, when = max(walk.seen, key=lambda seen: seen[0].total)
+    each = zip(*(dataclasses.astuple(parts) for parts, _ in walk.seen), strict=True)
+    resting = sum(walk.resting)
+    return Prediction(peak, Parts(*map(max, each)), when, resting if facts.offloaded else 0)
+
+
+@dataclass
+class _Walk:
+    """Where the engine is in its step."""
+
+    units: dict[str, UnitSizes]
+    facts: Facts
+    seen: list[tuple[Parts, str]] = field(default_factory=list)
+    #: Units with full parameters, by path.
+    gathered: dict[str, None] = field(default_factory=dict)
+    #: Units in the order in which their forward ended, which backward follows in reverse.
+    passed: list[str] = field(default_factory=list)
+    owed: str | None = None
+    pending: UnitSizes | None = None
+    gradients: int = 0
+
+    def __post_init__(self) -> None:
+        shards = sum(unit.shard for unit in self.units.values())
+        trained = sum(unit.gradient_shard for unit in self.units.values())
+        #: Shards, their gradients when all are there, and the optimizer's state.
+        self.resting = (shards, trained, int(trained * self.facts.optimizer_factor))
+        if self.facts.accumulates:
+            self.gradients = trained
+
+    def follow(self, moment: Moment) -> None:
+        unit = self.units.get(moment.unit)
+        if moment.event in (Event.BACKWARD, Event.GRADIENTS, Event.END):
+            self._carry_out_reduce(moment)
+        if unit is not None:
+            self._apply(moment, unit)
+        staged = self.pending.reduce_buffer if self.pending else 0
+        self._consider(moment.peak_tensors, moment.peak_gradients + staged, moment)
+
+    def _apply(self, moment: Moment, unit: UnitSizes) -> None:
+        is_root = moment.unit == ""
+        if moment.event is Event.FORWARD:
+            self.gathered[unit.path] = None
+        elif moment.event is Event.FORWARD_END:
+            self.passed.append(unit.path)
+            # The root is not freed: backward begins with it.
+            if self.facts.strategy is Strategy.FREES_AFTER_FORWARD and not is_root:
+                self._free_after_forward(unit.path)
+        elif moment.event is Event.BACKWARD:
+            self._settle()
+            self.gathered[unit.path] = None
+            before = self.passed.index(unit.path) - 1
+            if before >= 0:
+                self.gathered[self.passed[before]] = None
+        elif moment.event is Event.GRADIENTS:
+            self.gathered.pop(unit.path, None)
+            # Copied into the reduce buffer while autograd still holds them.
+            self._consider(moment.tensors, moment.gradients + unit.reduce_buffer, moment)
+            self.pending = unit
+
+    def _free_after_forward(self, path: str) -> None:
+        self._settle()
+        if self.facts.frees_late:
+            self.owed = path
+        else:
+            self.gathered.pop(path, None)
+
+    def _settle(self) -> None:
+        if self.owed is not None:
+            self.gathered.pop(self.owed, None)
+            self.owed = None
+
+    def _carry_out_reduce(self, moment: Moment) -> None:
+        unit, self.pending = self.pending, None
+        if unit is None:
+            return
+        in_flight = unit.reduce_buffer
+        if self.facts.strategy is not Strategy.NOT_SHARDED:
+            received = unit.reduce_buffer if self.facts.receives_whole else 0
+            in_flight += received + unit.reduced
+        self._consider(moment.tensors, moment.gradients + in_flight, moment)
+        if not self.facts.accumulates:
+            self.gradients += unit.gradient_shard
+
+    def _consider(self, tensors: int, whole_gradients: int, moment: Moment) -> None:
+        shards, _, optimizer = self.resting
+        on_device = (shards, self.gradients, optimizer) if not self.facts.offloaded else (0, 0, 0)
+        full = sum(self.units[path].full for path in self.gathered)
+        self.seen.append((Parts(*on_device, full, whole_gradients, tensors), _in_words(moment)))
+
+
+def _in_words(moment: Moment) -> str:
+    name = moment.unit or "the root"
+    if moment.event in (Event.FORWARD, Event.FORWARD_END):
+        return f"in forward, at {name}"
+    return f"in backward, at {name}" if moment.event is not Event.END else "at the end of backward"

@@ -1,0 +1,150 @@
+"""Everything that a training run can be told: one dataclass behind the TOML file and the flags.
+
+A field is written down once, with its help and its bounds. ``option_files.py`` reads and writes
+files, ``flags.py`` makes flags.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .model import PRESETS, Size
+from .problems import BadInput
+
+__all__ = ["Options", "build_options", "checked_value"]
+
+
+def _option(
+    default: Any,
+    help: str,
+    *,
+    minimum: float | None = None,
+    choices: Sequence[str] = (),
+    planned: bool = False,
+    group: str,
+) -> Any:
+    """A field: ``planned`` ones change the memory that a step takes, so ``plan`` has them too."""
+    facts = {"help": help, "minimum": minimum, "choices": tuple(choices), "planned": planned}
+    return dataclasses.field(default=default, metadata={**facts, "group": group})
+
+
+_model = functools.partial(_option, group="Model")
+_data = functools.partial(_option, group="Data")
+_optimizer = functools.partial(_option, group="Optimizer")
+_sharding = functools.partial(_option, group="Sharding")
+_folder = functools.partial(_option, group="What is left behind")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to train, on what, and how."""
+
+    model: str = _model("tiny", f"Size: {', '.join(PRESETS)}.", choices=[*PRESETS], planned=True)
+    layers: int = _model(0, "Blocks, if not the preset's.", minimum=0, planned=True)
+    heads: int = _model(0, "Attention heads, if not the preset's.", minimum=0, planned=True)
+    width: int = _model(0, "Width, if not the preset's.", minimum=0, planned=True)
+
+    data: str = _data("", "Folder with text files; without one, Python's own sources.")
+    sequence: int = _data(128, "Tokens (bytes) in a sequence.", minimum=1, planned=True)
+    batch: int = _data(16, "Sequences per step, over all ranks.", minimum=1, planned=True)
+    accumulate: int = _data(1, "Backward passes per step.", minimum=1, planned=True)
+    seed: int = _data(0, "Seed of the parameters and the order of data.", minimum=0)
+
+    steps: int = _optimizer(500, "Steps in all.", minimum=1)
+    learning_rate: float = _optimizer(3e-3, "Peak learning rate.", minimum=0)
+    warmup: int = _optimizer(20, "Steps until the learning rate is at its peak.", minimum=0)
+    schedule: str = _optimizer(
+        "cosine",
+        "After warm-up: cosine, linear, constant.",
+        choices=["cosine", "linear", "constant"],
+    )
+    final_fraction: float = _optimizer(
+        0.1, "Part of the peak rate that is left at the end.", minimum=0
+    )
+    weight_decay: float = _optimizer(0.1, "AdamW's weight decay.", minimum=0)
+    clip: float = _optimizer(1.0, "Largest gradient norm; 0 does not clip.", minimum=0)
+
+    ranks: int = _sharding(
+        0, "Ranks on this machine; 0: one per GPU, else 2.", minimum=0, planned=True
+    )
+    device: str = _sharding(
+        "auto", "auto, cpu, cuda.", choices=["auto", "cpu", "cuda"], planned=True
+    )
+    strategy: str = _sharding(
+        "full_shard",
+        "full_shard, shard_grad_op, no_shard, hybrid_shard.",
+        choices=["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"],
+        planned=True,
+    )
+    wrap: str = _sharding(
+        "Block",
+        "What becomes a unit: classes by name, size=N for N parameters, or none.",
+        planned=True,
+    )
+    precision: str = _sharding(
+        "float32",
+        "What to compute in: float32, bfloat16. Shards stay in float32.",
+        choices=["float32", "bfloat16"],
+        planned=True,
+    )
+    offload: bool = _sharding(False, "Shards and optimizer rest in host memory.", planned=True)
+    checkpoint_activations: bool = _sharding(
+        False, "Blocks compute their activations again in backward.", planned=True
+    )
+
+    log_every: int = _folder(10, "Steps between lines of metrics.", minimum=1)
+    save_every: int = _folder(100, "Steps between checkpoints; 0: only at the end.", minimum=0)
+    keep: int = _folder(2, "Checkpoints to keep.", minimum=1)
+    sample: int = _folder(200, "Bytes of text to sample at the end.", minimum=0)
+
+    def size(self) -> Size:
+        """The preset, with what was given in its place."""
+        preset = PRESETS[self.model]
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(Size)}
+        return dataclasses.replace(preset, **{name: n for name, n in given.items() if n})
+
+
+_FIELDS = {field.name: field for field in dataclasses.fields(Options)}
+
+
+def build_options(values: Mapping[str, Any], source: str) -> Options:
+    """Options from names and values, all checked. ``source`` says where they were written."""
+    return Options(**{name: checked_value(name, value, source) for name, value in values.items()})
+
+
+def checked_value(name: str, value: Any, source: str) -> Any:
+    """``value`` if the option ``name`` exists and may have it."""
+    field = _FIELDS.get(name)
+    if field is None:
+        raise BadInput(f"{source}: there is no option {name!r}{_nearest(name, [*_FIELDS])}")
+    kind: type = type(field.default)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise BadInput(
+            f"{source}: {name} expects {_KINDS[kind]}, but got {value!r} of type "
+            f"{type(value).__name__}"
+        )
+    choices, minimum = field.metadata["choices"], field.metadata["minimum"]
+    if choices and value not in choices:
+        raise BadInput(
+            f"{source}: {name} expects one of {', '.join(choices)}, but got {value!r}"
+            f"{_nearest(str(value), choices)}"
+        )
+    if minimum is not None and not value >= minimum:
+        raise BadInput(f"{source}: {name} expects {minimum:g} or more, but got {value!r}")
+    return value
+
+
+_KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def _nearest(given: str, known: Sequence[str]) -> str:
+    """The name that was meant, probably."""
+    found = difflib.get_close_matches(given.replace("-", "_"), known, n=1, cutoff=0.5)
+    return f"; did you mean {found[0]!r}?" if found else f"; there are {', '.join(known)}"

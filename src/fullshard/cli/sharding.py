@@ -1,0 +1,66 @@
+"""From options to what the wrapper takes: strategy, wrapping policy, precision. Pure decisions."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fullshard import MixedPrecision, ShardingStrategy
+from fullshard.wrap import ModuleWrapPolicy, decide, size_based_auto_wrap_policy
+from fullshard.wrap.selection import Policy
+
+from .options import Options
+from .problems import BadInput
+
+__all__ = ["STRATEGIES", "checkpoint_units", "compute_dtype", "mixed_precision", "wrap_policy"]
+
+STRATEGIES = {
+    "full_shard": ShardingStrategy.FULL_SHARD,
+    "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
+    "no_shard": ShardingStrategy.NO_SHARD,
+    "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
+}
+
+
+def compute_dtype(options: Options) -> torch.dtype:
+    """What full parameters and activations are in."""
+    return torch.bfloat16 if options.precision == "bfloat16" else torch.float32
+
+
+def mixed_precision(options: Options) -> MixedPrecision | None:
+    """Gradients are summed in full precision, whatever they are computed in."""
+    if options.precision == "float32":
+        return None
+    return MixedPrecision(param_dtype=compute_dtype(options), reduce_dtype=torch.float32)
+
+
+def wrap_policy(model: nn.Module, wrap: str) -> Policy | None:
+    """The policy that ``wrap`` stands for: class names, ``size=N``, or ``none``."""
+    if wrap == "none":
+        return None
+    if wrap.startswith("size="):
+        number = wrap.removeprefix("size=").replace("_", "")
+        if not number.isdigit():
+            raise BadInput(f"wrap expects size=N with a whole number N, but got {wrap!r}")
+        return functools.partial(size_based_auto_wrap_policy, min_num_params=int(number))
+    known = {type(module).__name__: type(module) for module in model.modules()}
+    names = [name.strip() for name in wrap.split(",")]
+    for name in names:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.3) or [*known]
+            raise BadInput(
+                f"wrap expects class names, size=N or none, but {type(model).__name__} has no "
+                f"{name!r}; did you mean {' or '.join(nearest)}?"
+            )
+    return ModuleWrapPolicy({known[name] for name in names})
+
+
+def checkpoint_units(model: nn.Module, policy: Policy | None) -> None:
+    """Let every module that will be a unit compute its activations again in backward."""
+    for decision in decide(model, policy).decisions:
+        module = decision.module
+        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)

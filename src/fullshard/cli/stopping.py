@@ -1,0 +1,33 @@
+"""Leaving a run in order: a signal asks for it, and all ranks do it after the same step."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+
+__all__ = ["StopRequest"]
+
+
+class StopRequest:
+    """Inside the context, Ctrl-C and SIGTERM are remembered, and end nothing; a second one does."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def __enter__(self) -> StopRequest:
+        signals = (signal.SIGINT, signal.SIGTERM)
+        self._before = {number: signal.signal(number, self._remember) for number in signals}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+        signal.signal(number, signal.SIG_DFL)

@@ -1,0 +1,156 @@
+"""``fullshard train``: from a command line to ranks that train. ``training.py`` is what they do."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fullshard
+
+from .checks import check_ranks, check_run
+from .launch import default_ranks, launch
+from .option_files import read_values
+from .options import Options, build_options, checked_value
+from .problems import BadInput
+from .run_folder import RunFolder, latest_run, new_run, run_named
+from .stopping import StopRequest
+from .training import main as train_on_rank
+from .training import model_facts, start_rank, train, was_restarted
+
+__all__ = ["Request", "run_training"]
+
+#: How long ranks may take to save after Ctrl-C before they are killed.
+_SECONDS_TO_SAVE = 60
+
+
+@dataclass(frozen=True)
+class Request:
+    """A command line of ``fullshard train``. ``flags`` are the options that were given on it."""
+
+    flags: Mapping[str, Any]
+    config: Path | None = None
+    name: str | None = None
+    runs: Path = Path("runs")
+    resume: bool = False
+    max_restarts: int = 0
+    nodes: int = 1
+    rendezvous: str | None = None
+
+
+def run_training(request: Request) -> int:
+    """Train as asked for; returns the exit status."""
+    if "RANK" in os.environ:
+        train_as_rank(request)
+        return 0
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SECONDS_TO_SAVE))
+    launcher_options = ["--max-restarts", str(request.max_restarts)]
+    if request.nodes > 1:
+        return launch_on_several_machines(request, launcher_options)
+    options, folder = prepare(request, ranks=None)
+    command = ["-m", train_on_rank.__module__, str(folder.path)]
+    command += ["--resume"] if request.resume else []
+    ranks = ranks_here(options)
+    print(f"fullshard train: starting {ranks} ranks", flush=True)
+    return launch(ranks, launcher_options, command)
+
+
+def launch_on_several_machines(request: Request, launcher_options: list[str]) -> int:
+    """Start this machine's ranks; they meet the others', and then read the command line again.
+
+    No machine knows which of them is the first before they have met, so none prepares anything.
+    """
+    if request.rendezvous is None:
+        raise BadInput("several --nodes meet at one of them; give it as --rendezvous HOST:PORT")
+    ranks = build_options(given_values(request), "command line").ranks
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", request.rendezvous]
+    command = ["-m", "fullshard.cli.main", *sys.argv[1:]]
+    return launch(
+        ranks or default_ranks(),
+        [*launcher_options, "--nnodes", str(request.nodes), *meeting],
+        command,
+    )
+
+
+def train_as_rank(request: Request) -> None:
+    """Train where the ranks are there already: under ``torchrun``, or on several machines.
+
+    Rank 0 prepares the folder, and tells the others.
+    """
+    start_rank(build_options(given_values(request), "command line"))
+    told: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            told = [prepare(request, dist.get_world_size())]
+        except BadInput as problem:
+            told = [problem]
+    dist.broadcast_object_list(told)
+    if isinstance(told[0], BadInput):
+        raise told[0] if dist.get_rank() == 0 else SystemExit(2)
+    options, folder = told[0]
+    with StopRequest() as stop:
+        train(options, folder, request.resume or was_restarted(), stop)
+    dist.destroy_process_group()
+
+
+def prepare(request: Request, ranks: int | None) -> tuple[Options, RunFolder]:
+    """Check everything, then make the run's folder. ``ranks`` of all machines, if known."""
+    options, folder = resolve(request)
+    if ranks is None:
+        ranks = ranks_here(options)
+        check_ranks(ranks, device_kind(options))
+    check_run(options, ranks)
+    folder.write_options(options)
+    return options, folder
+
+
+def resolve(request: Request) -> tuple[Options, RunFolder]:
+    """The options, from the least to the most specific source, and the folder they belong to."""
+    given = given_values(request)
+    if not (request.resume or was_restarted()):
+        return build_options(given, "command line"), new_run(request.runs, request.name)
+    folder = run_named(request.runs, request.name) if request.name else latest_run(request.runs)
+    options = build_options({**folder.values(), **given}, "command line")
+    check_same_model(folder, options)
+    return options, folder
+
+
+def given_values(request: Request) -> dict[str, Any]:
+    """What the TOML file says, and over it what the flags say."""
+    flags = {n: checked_value(n, v, "command line") for n, v in request.flags.items()}
+    return {**(read_values(request.config) if request.config else {}), **flags}
+
+
+def check_same_model(folder: RunFolder, options: Options) -> None:
+    """Refuse to continue a run with a model that its checkpoint is not of."""
+    try:
+        saved = fullshard.latest(folder.checkpoints)
+    except fullshard.CheckpointError as damage:
+        raise BadInput(str(damage)) from None
+    if saved is None:
+        return
+    for name, wanted in model_facts(options).items():
+        found = saved.extra.get(name)
+        if found != wanted:
+            raise BadInput(
+                f"{saved.path} is a checkpoint of another model: its {name} is {found}, but "
+                f"{wanted} was asked for; leave --{name} out, or start a new run"
+            )
+
+
+def ranks_here(options: Options) -> int:
+    """The ranks of this machine."""
+    return options.ranks or (default_ranks() if device_kind(options) == "cuda" else 2)
+
+
+def device_kind(options: Options) -> str:
+    """What ranks compute on."""
+    if options.device != "auto":
+        return options.device
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,103 @@
+"""Bad input: one clear line, exit status 2, nothing written."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from fullshard.cli.main import main
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """Call the command in an empty folder; returns its one line, and checks what is left."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> str:
+        before = contents(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["fullshard", *words])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert caught.value.code == 2
+        assert contents(tmp_path) == before
+        output, errors = capfd.readouterr()
+        assert output == ""
+        assert errors.count("\n") == 1, errors
+        return errors
+
+    return call
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    return {str(p): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+def test_a_data_folder_without_text(refused, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+
+    assert "there is no text below 'empty'" in refused("train", "--data", "empty")
+    assert "'nowhere' is not a folder" in refused("train", "--data", "nowhere")
+
+
+def test_a_sequence_longer_than_the_data(refused, tmp_path: Path) -> None:
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few" / "a.txt").write_text("a few words")
+
+    line = refused("train", "--data", "few", "--sequence", "11")
+
+    assert "a sequence of 11 tokens is longer than the data" in line
+    assert "few (1 files, 11 bytes)" in line
+
+
+def test_more_ranks_than_make_sense(refused) -> None:
+    assert "is not divided by 3 ranks; the nearest that is: --batch 15" in refused(
+        "train", "--ranks", "3"
+    )
+    assert "1024 ranks are more than make sense" in refused(
+        "train", "--ranks", "1024", "--batch", "1024", "--device", "cpu"
+    )
+
+
+def test_a_model_that_cannot_be(refused) -> None:
+    assert "width 100 is not divided by 3 heads" in refused(
+        "train", "--width", "100", "--heads", "3"
+    )
+    assert "GPT has no 'Blok'; did you mean Block?" in refused("train", "--wrap", "Blok")
+    assert "size=N" in refused("train", "--wrap", "size=many")
+
+
+def test_a_run_that_is_there_already(refused, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "notes.txt").write_text("precious")
+
+    assert "continue it with --resume" in refused("train", "--name", "mine")
+
+
+def test_a_run_that_is_not_there(refused) -> None:
+    assert "there is no run in runs to resume" in refused("train", "--resume")
+    assert "there is no run 'mine' in runs" in refused("train", "--resume", "--name", "mine")
+
+
+def test_a_file_of_options(refused, tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text("lerning_rate = 1\n")
+
+    assert "did you mean 'learning_rate'" in refused("train", "--config", "bad.toml")
+    assert "there is no 'no.toml'" in refused("train", "--config", "no.toml")
+
+
+def test_flags_with_values_that_cannot_be(refused) -> None:
+    assert "strategy expects one of" in refused("train", "--strategy", "half_shard")
+    assert "steps expects 1 or more, but got 0" in refused("train", "--steps", "0")
+
+
+def test_several_machines_need_a_place_to_meet(refused) -> None:
+    assert "--rendezvous HOST:PORT" in refused("train", "--nodes", "2")
+
+
+def test_plans_that_cannot_be(refused) -> None:
+    assert "device-memory expects a size" in refused("plan", "--device-memory", "much")
+    assert "No module named 'nowhere'" in refused("plan", "--model", "nowhere:build")
+    assert "is not divided by 5 ranks" in refused("plan", "--ranks", "5")
+    assert "did you mean 'tiny'" in refused("plan", "--model", "tinny")

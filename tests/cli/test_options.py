@@ -1,0 +1,96 @@
+"""Options: one dataclass behind the TOML file and the flags."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from fullshard.cli.main import app
+from fullshard.cli.option_files import read_values, to_toml
+from fullshard.cli.options import Options, build_options
+from fullshard.cli.problems import BadInput
+from fullshard.cli.rates import learning_rate
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "config.toml"
+    file.write_text(text)
+    return file
+
+
+def test_every_option_is_a_flag_with_its_help() -> None:
+    command = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
+    flags = {parameter.name: parameter for parameter in command.params}
+
+    for field in dataclasses.fields(Options):
+        assert flags[field.name].help.startswith(field.metadata["help"])
+
+
+def test_what_is_written_as_toml_reads_as_the_same_options(tmp_path: Path) -> None:
+    options = Options(model="small", data='a "b" \\ c', learning_rate=1e-5, offload=True, ranks=3)
+
+    read = build_options(read_values(written(tmp_path, to_toml(options))), "file")
+
+    assert read == options
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("learning_rat", "learning_rate"), ("checkpoint-activation", "checkpoint_activations")],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(
+    tmp_path: Path, given: str, meant: str
+) -> None:
+    with pytest.raises(BadInput, match=f"no option '{given}'; did you mean '{meant}'"):
+        read_values(written(tmp_path, f"{given} = 1\n"))
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("steps = 1.5", "steps expects a whole number, but got 1.5 of type float"),
+        ("steps = true", "steps expects a whole number, but got True of type bool"),
+        ("offload = 1", "offload expects true or false, but got 1 of type int"),
+        ('clip = "much"', "clip expects a number, but got 'much' of type str"),
+        ("steps = 0", "steps expects 1 or more, but got 0"),
+        ("clip = nan", "clip expects 0 or more, but got nan"),
+        ('strategy = "full_shards"', "got 'full_shards'; did you mean 'full_shard'"),
+        ("steps = ", "is not valid TOML"),
+        ("[model]\nlayers = 2", "model expects a text"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused(tmp_path: Path, line: str, complaint: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        read_values(written(tmp_path, line))
+
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
+    values = read_values(written(tmp_path, "learning_rate = 1\n"))
+
+    assert build_options(values, "file").learning_rate == 1.0
+
+
+def test_a_preset_gives_way_to_what_was_given() -> None:
+    size = Options(model="small", layers=3).size()
+
+    assert (size.layers, size.heads, size.width) == (3, 12, 768)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_the_learning_rate_warms_up_and_ends_where_it_should(schedule: str) -> None:
+    options = Options(
+        steps=100, warmup=10, learning_rate=1.0, schedule=schedule, final_fraction=0.2
+    )
+    rates = [learning_rate(options, step) for step in range(1, 101)]
+
+    assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert rates[-1] == pytest.approx(1.0 if schedule == "constant" else 0.2)
+    if schedule != "constant":
+        assert rates[54] == pytest.approx(0.6)  # half of the way down
