@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
@@ -17,33 +16,19 @@ import torch
 from torch import nn
 
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, adopt
-from .engine.build import (
-    broadcast_states,
-    build_unit,
-    compute_device,
-    managed_parameters,
-    own_modules,
-)
-from .engine.collectives import group_for
+from .construction import Initial, Material, construct_unit, strategy_for
+from .engine.build import own_modules
 from .engine.flat_param import _FSDP_USE_FULL_PREC_IN_EVAL
 from .engine.places import WRAPPED_MODULE, clean_tensor_name
 from .engine.precision import BufferPrecision, cast_floating, floating_dtype, move
 from .engine.process_groups import ProcessGroups, resolve_groups
 from .engine.schedule import Schedule
-from .engine.suitability import (
-    check_modules,
-    check_no_optimizers_in_backward,
-    check_one_device,
-    check_parameters,
-    note_places,
-    warn_of_container,
-)
-from .engine.tensor_parallel import localize
+from .engine.suitability import check_modules, check_one_device, note_places
 from .engine.unit import Unit, UnitOptions
 from .facts import UnitFacts
 from .gradient_methods import GradientMethods
 from .state.full_params import summon
-from .state.initialize import check_initializable, forget, holds_meta, materialize
+from .state.initialize import check_initializable
 from .state.optim_state_dicts import OptimStateDicts
 from .state.state_dicts import StateDicts
 from .wrap import (
@@ -108,7 +93,7 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
         if backward_prefetch is not None:
             backward_prefetch = adopt(backward_prefetch, BackwardPrefetch, "backward_prefetch")
         groups = resolve_groups(process_group, device_mesh, strategy)
-        strategy = _strategy_for(strategy, groups)
+        strategy = strategy_for(strategy, groups)
         if strategy is ShardingStrategy.NO_SHARD:
             groups = ProcessGroups(groups.shards, None)
         self.mixed_precision = adopt(
@@ -155,7 +140,8 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
                 wrap_submodules(module, auto_wrap_policy, type(self), shared_arguments, ignored)
             elif not _exempt:
                 self._exempt_misfits(module, shared_arguments)
-            self._build(module, groups, options, device_id, param_init_fn, sync_module_states)
+            initial = Initial(device_id, param_init_fn, sync_module_states)
+            self._build(module, groups, options, initial)
         self._keep_mesh(device_mesh, filter(is_unit, module.modules()))
         self.add_module(WRAPPED_MODULE, module)
         self._schedule: Schedule | None = None
@@ -180,48 +166,17 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
         module: nn.Module,
         groups: ProcessGroups,
         options: UnitOptions,
-        device_id: int | torch.device | None,
-        param_init_fn: Callable[[nn.Module], None] | None,
-        sync_module_states: bool,
+        initial: Initial,
     ) -> None:
-        ignored = self._ignored_params | self._left_to_ancestor
         everything = list(own_modules(module, is_unit))
         children = (child for m in everything for child in m._modules.values())
         nested = [child for child in children if isinstance(child, FullyShardedDataParallel)]
         for wrapper in nested:
             wrapper._enclosing = weakref.ref(self)
         modules = [m for m in everything if m not in self._ignored_modules]
-        check_modules(module, modules)
-        warn_of_container(module)
-        parameters = managed_parameters(module, ignored, is_unit)
-        managed = set(parameters)
-        check_parameters(module, parameters)
-        if not options.use_orig_params:
-            check_no_optimizers_in_backward(module, parameters)
-        offload = self.cpu_offload.offload_params
-        device = compute_device(parameters, device_id, offload, groups.shards.rank())
-        if not parameters and device_id is None:
-            device = next((w._unit.device for w in nested if w._unit.handles), device)
-        deferred = [p for p in parameters if p.is_meta]
-        if deferred or any(holds_meta(m, managed) for m in modules):
-            check_initializable(module, modules, managed, param_init_fn)
-            materialize(module, modules, managed, device, param_init_fn)
-            parameters = managed_parameters(module, ignored, is_unit)
-        parameters, distributions = localize(module, parameters, groups)
-        if device_id is not None:
-            _move_parameters(parameters, device)
-        if device_id is not None or offload:
-            _move_buffers(modules, device)
-        if sync_module_states:
-            buffers = [b for m in modules for b in m._buffers.values() if b is not None]
-            for group in filter(None, (groups.shards, groups.copies)):
-                broadcast_states(parameters, buffers, group_for(group), type(module).__name__)
-        order = {m: tuple(m._parameters) for m in modules}
-        self._unit = build_unit(
-            module, parameters, distributions, groups, device, self.cpu_offload, options
-        )
-        if not options.use_orig_params:
-            forget(deferred)
+        ignored = self._ignored_params | self._left_to_ancestor
+        material = Material(module, modules, ignored, [w._unit for w in nested])
+        self._unit, order = construct_unit(material, groups, options, self.cpu_offload, initial)
         self._buffer_precision = BufferPrecision(modules, self.mixed_precision.buffer_dtype)
         self._keep_state(modules, order, filter(is_unit, module.modules()))
 
@@ -485,31 +440,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 def _unit_name(path: str, wrapper: FullyShardedDataParallel) -> str:
     return clean_tensor_name(f"{path}.")[:-1] if path else f"(root) {type(wrapper.module).__name__}"
-
-
-def _strategy_for(strategy: ShardingStrategy, groups: ProcessGroups) -> ShardingStrategy:
-    alone = groups.shards.size() == 1 and (groups.copies is None or groups.copies.size() == 1)
-    if not alone or strategy is ShardingStrategy.NO_SHARD:
-        return strategy
-    warnings.warn(
-        f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.",
-        UserWarning,
-        stacklevel=3,
-    )
-    return ShardingStrategy.NO_SHARD
-
-
-def _move_parameters(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.data = parameter.data.to(device)
-
-
-def _move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
-    for module in modules:
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
 
 
 def _traced_forward(

@@ -212,16 +212,21 @@ def _add(handle: FlatParamHandle, pairs: Sequence[tuple[nn.Parameter, torch.Tens
             old.append(parameter.grad)
             new.append(gradient)
     if old:
+        if handle.offload:
+            # The host adds, and what it adds is still on its way from the device.
+            lines_for(handle.device).host_after_reduces()
         torch._foreach_add_(old, new)
 
 
 def set_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """``parameter.grad = gradient``, also where shape or dtype are not the parameter's own.
+    """``parameter.grad = gradient``, also where shape, dtype or device are not the parameter's own.
 
-    Whole gradients beside sharded parameters (``no_sync``) and low-precision gradients are such
-    cases; torch compares them with the parameter's data at the moment of assignment only.
+    Whole gradients beside sharded or offloaded parameters (``no_sync``) and low-precision
+    gradients are such cases; torch compares them with the parameter's data at the moment of
+    assignment only.
     """
-    if parameter.shape == gradient.shape and parameter.dtype == gradient.dtype:
+    alike = parameter.shape == gradient.shape and parameter.dtype == gradient.dtype
+    if alike and parameter.device == gradient.device:
         parameter.grad = gradient
         return
     data = parameter.data

@@ -339,6 +339,9 @@ class Schedule:
 
     def _on_gradients(self, unit: Unit, gradients: Sequence[Gradients]) -> None:
         self._enter_backward()
+        if not torch.is_grad_enabled():
+            self._take_gradients(unit, gradients)
+            return
         with torch.no_grad():
             self._take_gradients(unit, gradients)
 

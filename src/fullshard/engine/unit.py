@@ -181,7 +181,7 @@ class Unit:
         self._copies_shards = False
         lines.take_again(self.gathered)
         lines.gather_may_write()
-        with lines.on_gather(), torch.no_grad():
+        with lines.on_gather():
             for handle, buffer in zip(self.handles, self.gathered, strict=True):
                 buffer.allocate()
                 if handle.layout.world_size == 1:
