@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engine.traffic import counted_traffic
 from tests.original.training import (
     STRATEGIES,
     Net,
@@ -268,3 +269,21 @@ def test_an_optimizer_step_after_no_sync_kept_parameters_uses_the_new_values(
         for parameter in halved.parameters():
             parameter.mul_(0.5)
     torch.testing.assert_close(model(inputs(1)), halved(inputs(1)))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_strategies_that_keep_full_parameters_gather_once_inside_no_sync(
+    use_orig_params: bool,
+) -> None:
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+        model = pair(strategy)[use_orig_params]
+        train_step(model, 0)
+        with model.no_sync():
+            train_step(model, 1)
+            with counted_traffic() as traffic:
+                train_step(model, 2)
+        assert bool(traffic.gathered) == (strategy is ShardingStrategy.FULL_SHARD)
+        assert traffic.reduced == 0
+        train_step(model, 3)
+        assert_at_rest(model)

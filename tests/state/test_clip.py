@@ -114,6 +114,24 @@ def test_low_precision_gradients_are_summed_in_full_precision() -> None:
 
 
 @ranks(2)
+def test_the_norm_of_gradients_of_several_dtypes_is_in_the_widest() -> None:
+    low = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True, cast_forward_inputs=True)
+    inner = build(Mixed)
+    inner.third = FSDP(inner.third, mixed_precision=low)
+    model = FSDP(inner)
+    model(inputs(0)).float().square().mean().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert {gradient.dtype for gradient in gradients} == {torch.bfloat16, torch.float32}
+    total = sum(gradient.double().square().sum() for gradient in gradients)
+    dist.all_reduce(total)
+
+    found = model.clip_grad_norm_(1e-2)
+
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, total.sqrt().float())
+
+
+@ranks(2)
 def test_a_rank_without_gradients_takes_part_and_is_warned() -> None:
     model = FSDP(nn.Linear(1, 1, bias=False, device=device()), use_orig_params=True)
     model(torch.ones(1, 1, device=device())).sum().backward()

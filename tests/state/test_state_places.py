@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.original.training import Net, blocks_policy, build
+from tests.original.training import Net, adam, blocks_policy, build, train_step
 from torch.distributed.tensor import DTensor
 
 from fullshard import (
+    FullOptimStateDictConfig,
     FullStateDictConfig,
+    LocalOptimStateDictConfig,
     LocalStateDictConfig,
+    ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictType,
 )
@@ -27,6 +30,12 @@ CONFIGS: dict[str, tuple[StateDictType, Any]] = {
         lambda **options: ShardedStateDictConfig(_use_dtensor=True, **options),
     ),
 }
+OPTIM_CONFIGS: dict[str, Any] = {
+    "full": FullOptimStateDictConfig,
+    "local": LocalOptimStateDictConfig,
+    "sharded": ShardedOptimStateDictConfig,
+    "dtensor": lambda **options: ShardedOptimStateDictConfig(_use_dtensor=True, **options),
+}
 
 
 def parts(value: Any) -> list[torch.Tensor]:
@@ -36,6 +45,11 @@ def parts(value: Any) -> list[torch.Tensor]:
     if hasattr(value, "local_shards"):
         return [shard.tensor for shard in value.local_shards()]
     return [value]
+
+
+def leaves(state: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """Entries of every parameter's state, by their names."""
+    return [entry for values in state.values() for entry in values.items()]
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -53,3 +67,26 @@ def test_values_are_on_the_host_when_asked_for_and_can_be_loaded_from_there(
         model.load_state_dict(state)
 
     assert places == {"cpu" if offload else device().type}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("name", OPTIM_CONFIGS)
+@ranks(2)
+def test_optimizer_state_is_on_the_host_when_asked_for_and_can_be_loaded_from_there(
+    name: str, offload: bool
+) -> None:
+    model = FSDP(build(Net), auto_wrap_policy=blocks_policy(), use_orig_params=True)
+    optimizer = adam(model)
+    train_step(model, 0)
+    optimizer.step()
+    kind, config = CONFIGS[name][0], OPTIM_CONFIGS[name](offload_to_cpu=offload)
+
+    with FSDP.state_dict_type(model, kind, None, config):
+        saved = FSDP.optim_state_dict(model, optimizer)
+        averages = [v for k, v in leaves(saved["state"]) if k == "exp_avg"]
+        places = {part.device.type for value in averages for part in parts(value)}
+        FSDP.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
+
+    assert places == {"cpu" if offload else device().type}
+    kept = {v["exp_avg"].device.type for v in optimizer.state.values() if v}
+    assert kept == {device().type}

@@ -48,6 +48,7 @@ def test_full_values_can_be_read_in_every_combination(strategy: str, use_orig_pa
             if dist.get_rank() == 0 or not only_first:
                 for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
                     assert torch.equal(ours.detach().cpu(), theirs.detach().cpu())
+                    assert ours.device.type == ("cpu" if to_cpu else device().type)
     model(torch.ones(2, 5, device=device())).sum().backward()
 
 
