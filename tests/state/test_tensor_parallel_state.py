@@ -16,9 +16,11 @@ from tests.engine.parity import assert_same, full_parameters
 from tests.engine.tensor_parallel import Tokens, mesh_of, parallelized, sharded, uneven
 from tests.original.training import MODES
 from tests.state.models import KINDS, assert_same_state, copied, kind, wipe
+from tests.state.test_checkpoints import shared_folder
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import fullshard
 from fullshard import FullStateDictConfig, ShardingStrategy, StateDictType
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.testing import ranks, run_on_ranks
@@ -228,6 +230,22 @@ def test_a_checkpoint_is_loaded_by_other_numbers_of_parts_and_shards(
     state = {key: torch.zeros_like(value).cpu() for key, value in bare.state_dict().items()}
     dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
     assert_same_state(state, dict(bare.cpu().state_dict()))
+
+
+@ranks(4)
+def test_a_save_in_the_background_holds_ignored_parts_as_they_were(tmp_path: Path) -> None:
+    folder = shared_folder(tmp_path)
+    mesh = mesh_of(2, 2)
+    module = parallelized(mesh)
+    model = sharded(mesh, model=module, ignored_modules=[module.head])
+    expected = full_parameters(make(Tokens))
+
+    saving = fullshard.save(folder, model, asynchronous=True)
+    wipe(model)
+    saving.wait()
+    fullshard.load(folder, model)
+
+    assert_same(full_parameters(model), expected, "ignored parts")
 
 
 @ranks(4)

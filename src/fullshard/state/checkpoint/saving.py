@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ...engine.tensor_parallel import is_distributed, local_part
 from . import folder as folders
 from .content import state_of
 from .errors import CheckpointError
@@ -109,7 +110,7 @@ def save(
 
     content = ranks.each(collect)
     if asynchronous:
-        _detach_from_training(tensors)
+        _detach_from_training(tensors, model)
 
     def write() -> Path:
         partial = ranks.first_decides(lambda: folders.begin(Path(path), step))
@@ -150,8 +151,19 @@ def _write(
     return final
 
 
-def _detach_from_training(tensors: Tensors) -> None:
-    """Let every plain tensor be a copy; sharded ones are copies on the host already."""
+def _detach_from_training(tensors: Tensors, model: nn.Module) -> None:
+    """Let every tensor be a copy; sharded ones of units are copies on the host already.
+
+    DTensors that no unit manages are not, where the model is on the host itself.
+    """
+    in_use = {_memory_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for name, value in tensors.items():
-        if type(value) is torch.Tensor or isinstance(value, nn.Parameter):
+        if is_distributed(value):
+            if _memory_of(value) in in_use:
+                tensors[name] = value.detach().clone()
+        elif type(value) is torch.Tensor or isinstance(value, nn.Parameter):
             tensors[name] = value.detach().to("cpu", copy=True)
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return local_part(tensor).untyped_storage().data_ptr()
