@@ -114,6 +114,7 @@ def _settle() -> None:
 @contextlib.contextmanager
 def _watched_gpu() -> Iterator[Memory]:
     memory = Memory()
+    gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

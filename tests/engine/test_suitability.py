@@ -101,7 +101,8 @@ def test_data_parallel_modules_inside_of_a_unit_train() -> None:
     class Replicated(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.head = nn.DataParallel(self.head, device_ids=[])
+            devices = [] if device().type == "cpu" else [device()]
+            self.head = nn.DataParallel(self.head.to(device()), device_ids=devices)
 
     compare_models(build(Replicated), FSDP(build(Replicated), auto_wrap_policy=blocks_policy()))
 

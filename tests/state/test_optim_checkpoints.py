@@ -112,9 +112,10 @@ def point_torch_at_fullshard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch_state_dict, "_get_module_fsdp_state_if_fully_sharded_module", lambda module: module
     )
-    monkeypatch.setattr(
-        torch_state_dict, "HYBRID_SHARDING_STRATEGIES", fullshard.api.HYBRID_STRATEGIES
-    )
+    if hasattr(torch_state_dict, "HYBRID_SHARDING_STRATEGIES"):  # torch 2.11 has it not
+        monkeypatch.setattr(
+            torch_state_dict, "HYBRID_SHARDING_STRATEGIES", fullshard.api.HYBRID_STRATEGIES
+        )
 
 
 def through_torch(path: Path, use_orig_params: bool, options: dict[str, bool]) -> None:

@@ -333,22 +333,25 @@ class FlatParamHandle:
 
     # -- write-back ---------------------------------------------------------------------------
 
-    def write_back(self) -> None:
+    def write_back(self) -> bool:
         """Take over parameters, or their data, that the user replaced since the last use.
+
+        Returns whether there were any.
 
         When nothing was replaced this is two passes over C functions: object identity and
         addresses of the parameters the user can reach.
         """
         if self.skip_writeback_check:
-            return
+            return False
         if list(map(torch.Tensor.data_ptr, self.watched)) == self._addresses:
             found = map(operator.getitem, self._containers, self._keys)
             if not any(map(operator.is_not, found, self._visible)):
-                return
+                return False
         if self.use_orig_params:
             self._take_over_parameters()
         else:
             self._take_over_flat()
+        return True
 
     def _take_over_flat(self) -> None:
         flat = self.flat_param.data

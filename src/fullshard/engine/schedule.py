@@ -114,6 +114,8 @@ class Schedule:
             )
         if unit in self._out:
             self._abandon_full(unit)
+            if self.is_idle:
+                self._lines.settle()
 
     # -- forward ------------------------------------------------------------------------------
 

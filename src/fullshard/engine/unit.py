@@ -301,8 +301,10 @@ class Unit:
 
     def write_back(self) -> None:
         """Take over what the user replaced; only while sharded parameters are shown."""
-        for handle in self.handles:
-            handle.write_back()
+        replaced = [handle.write_back() for handle in self.handles]
+        if any(replaced):
+            # Compute wrote into shards that a gather is about to read.
+            self.lines.gather_after_compute()
 
     def _tracked(self) -> list[list[torch.Tensor]]:
         """Per group, the full parameters as autograd knows them; frozen ones as plain views."""
