@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import time
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from tests.original.training import (
     Net,
     assert_at_rest,
     assert_same_parameters,
+    blocks_policy,
     build,
     compare,
     compare_models,
@@ -270,3 +274,48 @@ def test_modules_moved_between_places_keep_training(strategy: ShardingStrategy) 
         module.blocks = nn.ModuleList([third, first, second])
     compare_models(reference, model, steps=2, first_step=1)
     assert_same_parameters(reference, model)
+
+
+@ranks(2)
+def test_a_destroyed_process_group_goes_with_the_last_model_that_used_it() -> None:
+    group = dist.new_group()
+    model = FSDP(nn.Linear(4, 4, device=device()), process_group=group)
+    model(torch.ones(2, 4, device=device())).sum().backward()
+    dist.destroy_process_group(group)
+    gone = weakref.ref(group)
+
+    del model, group
+    gc.collect()
+
+    assert gone() is None
+
+
+@EACH_MODE
+@ranks(2)
+def test_a_model_that_was_trained_leaves_nothing_behind_when_it_goes(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    model = FSDP(
+        build(Net),
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+        auto_wrap_policy=blocks_policy(),
+    )
+    train_step(model, 0)
+    train_step(model, 1)
+    with torch.no_grad():
+        model(inputs(0))
+    units = [weakref.ref(wrapper._unit) for wrapper in FSDP.fsdp_modules(model)]
+    shards = [weakref.ref(unit().handles[0].shard_tensor) for unit in units]
+
+    del model
+    gc.collect()
+
+    # Gloo's threads let go of what they sent a moment later.
+    for _ in range(100):
+        left = [each() for each in (*units, *shards)]
+        if left == [None] * 8:
+            break
+        del left
+        time.sleep(0.02)
+    assert [each() for each in (*units, *shards)] == [None] * 8

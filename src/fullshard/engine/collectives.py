@@ -7,6 +7,7 @@ in the cheapest way the group's backend offers.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -257,7 +258,8 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-_groups: dict[int, Group] = {}
+# Weak: the last unit that uses a process group lets it go, and with it the backend's threads.
+_groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
 
 
 def group_for(group: Any) -> Group:

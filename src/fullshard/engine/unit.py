@@ -11,6 +11,7 @@ full parameters (``shows_full``).
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any
@@ -334,14 +335,21 @@ class Unit:
             if (distribution := self.handles[group].distribution(index)) is not None
         ]
 
+        # The node lives in autograd's graph, into which Python's garbage collector does not see: a
+        # strong reference would keep the unit, and all its memory, for ever.
+        reference = weakref.ref(self)
+
         def receive(found: tuple[torch.Tensor | None, ...]) -> None:
+            unit = reference()
+            if unit is None:
+                return
             gradients: list[list[torch.Tensor | None]] = [[None] * len(t) for t in trainable]
             for (group, index), gradient in zip(places, found, strict=True):
                 gradients[group][index] = gradient
             for group, index, distribution in distributed:
                 gradients[group][index] = distribution.local_gradient(gradients[group][index])
-            assert self.on_gradients is not None
-            self.on_gradients(self, gradients)
+            assert unit.on_gradients is not None
+            unit.on_gradients(unit, gradients)
 
         node = ParameterNode([tensors[g][i] for g, i in places], receive)
         for (group, index), output in zip(places, node.outputs, strict=True):
