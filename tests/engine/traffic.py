@@ -28,8 +28,6 @@ _REDUCES = (
     "reduce_scatter_tensor_coalesced",
     "alltoall_base",
 )
-#: How few ranks exchange what they reduce: each sends all but its own part.
-_SENDS = ("send",)
 
 
 @dataclass
@@ -50,15 +48,12 @@ def counted_traffic() -> Iterator[Traffic]:
         nbytes = max(_nbytes(value) for value in (*args[1:], *kwargs.values()))
         if name in _GATHERS:
             traffic.gathered += nbytes
-        elif name in _SENDS:
-            size = args[0].size()
-            traffic.reduced += nbytes * size // (size - 1)
         else:
             traffic.reduced += nbytes
         traffic.launches.append(name)
         return call(*args, **kwargs)
 
-    with _replaced(count, (*_GATHERS, *_REDUCES, *_SENDS)):
+    with _replaced(count, (*_GATHERS, *_REDUCES)):
         yield traffic
 
 

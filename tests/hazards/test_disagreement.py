@@ -281,6 +281,22 @@ def test_a_rank_slow_in_the_middle_of_forward_and_backward_is_waited_for() -> No
             step(model)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2, timeout=60)
+def test_a_rank_slow_between_two_units_backwards_is_waited_for(strategy: ShardingStrategy) -> None:
+    model = wrapped("different", strategy)
+    first = step(model)
+
+    def dawdle(_: torch.Tensor) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(0.7)
+
+    model.blocks[0].register_forward_hook(lambda *given: given[-1].register_hook(dawdle) and None)
+    with patience(0.2):
+        torch.testing.assert_close(step(model), first)
+        torch.testing.assert_close(step(model), first)
+
+
 @ranks(2, timeout=40)
 def test_the_check_can_be_switched_off() -> None:
     os.environ[agreement.SWITCH] = "0"

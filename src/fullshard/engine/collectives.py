@@ -21,11 +21,9 @@ from .agreement import Operation, agreement_for
 _NEW_NAMES = hasattr(dist.ProcessGroup, "all_gather_single")
 
 
-#: Up to how many ranks gloo is best told each transfer, and from how many bytes on in a gather.
-_FEW_RANKS = 4
+#: Up to how many ranks, and from how many bytes on, gloo's broadcasts beat its gather.
+_BROADCASTING_RANKS = 4
 _BROADCAST_BYTES = 64 * 1024
-#: Tells our messages from a program's own between the same ranks.
-_EXCHANGE_TAG = 0x5A4D
 
 
 class Group:
@@ -107,7 +105,7 @@ class Group:
         0.65 (2 ranks) to 0.75 (4) times as long by broadcasts, which write where they should.
         """
         nbytes = sum(output.nbytes for output in outputs)
-        return self.size <= _FEW_RANKS and nbytes >= _BROADCAST_BYTES
+        return self.size <= _BROADCASTING_RANKS and nbytes >= _BROADCAST_BYTES
 
     def _broadcast_pieces(self, output: torch.Tensor, piece: torch.Tensor) -> list[Any]:
         parts = output.view(torch.uint8).view(self.size, -1).unbind()
@@ -141,44 +139,27 @@ class Group:
     ) -> Callable[[], None]:
         """Begin to reduce; the result is in ``output`` when what is returned has been called.
 
-        Over gloo the sum is made of an exchange and a local addition, which takes 0.6 times as
-        long as gloo's own reduce-scatter or less.
+        Over gloo the sum is made of an all-to-all and a local addition, which takes 0.6 times as
+        long as gloo's own reduce-scatter or less. Not of sends and receives: one that is not
+        there in time ends all of the group's connections, and a slow rank must be waited for.
         """
         if self.size == 1:
             return functools.partial(output.copy_, full)  # type: ignore[return-value]
         self.agree("reduce", unit, full)
         output, full = as_real(output).view(-1), as_real(full).view(-1)
-        if self._gloo and self.size <= _FEW_RANKS and full.device.type == "cpu":
-            return self._exchange(output, full)
         if self._gloo:
             received = torch.empty_like(full)
             work = self.group.alltoall_base(received, full, [], [])
-            return functools.partial(
-                self._add_up, [work], received.view(self.size, -1).unbind(), output
-            )
+            return functools.partial(self._add_up, work, received, output)
         if _NEW_NAMES:
             work = self.group.reduce_scatter_single(output, full)
         else:
             work = self.group._reduce_scatter_base(output, full)
         return functools.partial(self.wait, work)
 
-    def _exchange(self, output: torch.Tensor, full: torch.Tensor) -> Callable[[], None]:
-        """Send every other rank its chunk: as an all-to-all, which copies a rank's own as well."""
-        chunks = list(full.view(self.size, -1).unbind())
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        received = torch.empty(len(others), output.numel(), dtype=full.dtype).unbind()
-        works = []
-        for rank, buffer in zip(others, received, strict=True):
-            works.append(self.group.recv([buffer.view(torch.uint8)], rank, _EXCHANGE_TAG))
-            works.append(self.group.send([chunks[rank].view(torch.uint8)], rank, _EXCHANGE_TAG))
-            chunks[rank] = buffer
-        # Every rank adds up in the order of ranks, so that the sum is the same as elsewhere.
-        return functools.partial(self._add_up, works, chunks, output)
-
-    def _add_up(
-        self, works: Sequence[Any], chunks: Sequence[torch.Tensor], output: torch.Tensor
-    ) -> None:
-        self.wait(*works)
+    def _add_up(self, work: Any, received: torch.Tensor, output: torch.Tensor) -> None:
+        self.wait(work)
+        chunks = received.view(self.size, -1)
         torch.add(chunks[0], chunks[1], out=output)
         for chunk in chunks[2:]:
             output.add_(chunk)
