@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tests.original.training import Net, build
 from tests.state.models import Odd, copied, wrapped
-from tests.state.optimizers import adam, trained
+from tests.state.optimizers import adam, assert_same_optim_state, full_state, trained
 from tests.state.test_checkpoints import shared_folder
 from torch import nn
 
@@ -255,3 +255,35 @@ def test_what_is_in_the_background_is_not_changed_by_training_on_the_host(tmp_pa
         for name, value in model.state_dict().items():
             assert torch.equal(value, before[name]), name
         assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
+
+
+def group_of(*groups: list[int]) -> Any:
+    """The process group, of these lists of ranks, that has this rank."""
+    made = [(dist.new_group(members), members) for members in groups]
+    return next(group for group, members in made if dist.get_rank() in members)
+
+
+@ranks(4)
+def test_copies_may_lie_on_any_ranks(tmp_path: Path) -> None:
+    folder = shared_folder(tmp_path)
+    for shards, copies in (
+        (([0, 2], [1, 3]), ([0, 1], [2, 3])),
+        (([0, 3], [1, 2]), ([0, 1], [2, 3])),
+    ):
+        model = wrapped(
+            build(Net),
+            ShardingStrategy.HYBRID_SHARD,
+            "blocks",
+            process_group=(group_of(*shards), group_of(*copies)),
+        )
+        optimizer = adam(model)
+        trained(model, optimizer, range(1))
+        before, state = copied(model.state_dict()), full_state(model, optimizer)
+
+        fullshard.save(folder, model, optimizer)
+        trained(model, optimizer, range(1, 2))
+        fullshard.load(folder, model, optimizer)
+
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]), name
+        assert_same_optim_state(full_state(model, optimizer), state)
