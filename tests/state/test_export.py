@@ -58,3 +58,27 @@ def test_a_large_model_becomes_several_files_with_an_index(tmp_path: Path) -> No
     assert index["metadata"]["total_size"] == sum(v.nbytes for v in state.values())
     dist.barrier()
     assert not list(folder.glob(".*"))
+
+
+@ranks(2)
+def test_an_export_takes_the_place_of_the_one_before_it(tmp_path: Path) -> None:
+    folder = shared_folder(tmp_path)
+    model = wrapped(build(Odd), FULL_SHARD, "one unit", use_orig_params=True)
+    if dist.get_rank() == 0:
+        (folder / "model-card.md").touch()
+
+    for file_bytes in (10**6, 500, 1000, 10**6):
+        files = fullshard.export_safetensors(folder, model, file_bytes=file_bytes)
+        index = {"model.safetensors.index.json"} if len(files) > 1 else set()
+        found = {entry.name for entry in folder.iterdir()}
+        assert found == {file.name for file in files} | index | {"model-card.md"}
+        dist.barrier()
+
+
+def test_a_tensor_that_is_conjugated_lazily_is_exported_as_it_is_seen(tmp_path: Path) -> None:
+    model = torch.nn.Module()
+    model.register_buffer("phase", torch.tensor([1 + 2j]).conj())
+
+    (file,) = fullshard.export_safetensors(tmp_path, model)
+
+    assert safetensors.load_file(file)["phase"].tolist() == [1 - 2j]

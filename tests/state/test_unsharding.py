@@ -19,6 +19,7 @@ from tests.original.training import (
     inputs,
     train_step,
 )
+from tests.state.models import assert_same_state
 from torch import nn
 
 from fullshard import FullyShardedDataParallel as FSDP
@@ -125,6 +126,22 @@ def test_what_is_done_to_full_parameters_is_kept(use_orig_params: bool) -> None:
         model.blocks[0].unshard()
         model.blocks[0].up.weight.fill_(0.25)
         model.blocks[0].reshard()
+
+    assert_same_parameters(bare, model)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_a_state_dict_has_what_was_done_to_full_parameters(use_orig_params: bool) -> None:
+    bare = build(Net)
+    model = wrap(copy.deepcopy(bare), ShardingStrategy.FULL_SHARD, use_orig_params)
+    model.blocks[0].unshard()
+    for value in (0.25, 0.5):
+        with torch.no_grad():
+            for each in (bare, model):
+                each.blocks[0].up.weight.fill_(value)
+        assert_same_state(model.state_dict(), dict(bare.state_dict()))
+    model.blocks[0].reshard()
 
     assert_same_parameters(bare, model)
 

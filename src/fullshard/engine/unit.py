@@ -300,6 +300,13 @@ class Unit:
             handle.shard_tensor.data.copy_(buffer.shards[handle.rank])
         self._changes = []
 
+    def keep_changes_so_far(self) -> None:
+        """Let the shards have what was done to full parameters that stay in place."""
+        if self._changes:
+            self.keep_changes()
+            self.remember_values()
+            self.lines.gather_after_compute()
+
     def write_back(self) -> None:
         """Take over what the user replaced; only while sharded parameters are shown."""
         replaced = [handle.write_back() for handle in self.handles]

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from ..api import FullStateDictConfig, StateDictType
+from .checkpoint.saving import wait_for_running_save
+from .checkpoint.storage import as_in_memory
 from .checkpoint.together import Ranks
 from .state_dicts import StateDicts
 
 #: Files are not made larger than this, as is the custom among those who read them.
 FILE_BYTES = 5_000_000_000
+_INDEX = "model.safetensors.index.json"
+#: What an export into a folder may consist of.
+_EXPORTED = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(_INDEX))
 
 
 def export_safetensors(
@@ -24,11 +30,13 @@ def export_safetensors(
 
     To be called by all ranks; the first writes, from the host's memory. ``path`` is a file whose
     name ends in ``.safetensors``, or a folder, in which ``model.safetensors`` is written: as
-    several files with an index when there is more than ``file_bytes`` of it. Needs the
+    several files with an index when there is more than ``file_bytes`` of it, in place of what was
+    exported there before. Needs the
     ``safetensors`` package, which ``fullshard[safetensors]`` installs.
 
     >>> fullshard.export_safetensors("exported", model)  # doctest: +SKIP
     """
+    wait_for_running_save()
     ranks = Ranks()
     ranks.each(_require_package)
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
@@ -56,7 +64,7 @@ def _plain(state: dict[str, object]) -> dict[str, torch.Tensor]:
                 f"{name} is a {type(value).__name__}: safetensors files hold tensors alone. Leave "
                 "it out of the model's state dict (get_extra_state)"
             )
-        tensor = value.detach().to("cpu").contiguous()
+        tensor = as_in_memory(value)
         storage = tensor.untyped_storage()
         shares = storage.data_ptr() in seen or storage.nbytes() != tensor.nbytes
         seen.add(storage.data_ptr())
@@ -71,17 +79,27 @@ def _write(path: Path, tensors: dict[str, torch.Tensor], file_bytes: int) -> lis
     path.mkdir(parents=True, exist_ok=True)
     parts = _split(tensors, file_bytes)
     if len(parts) == 1:
-        return [_write_file(path / "model.safetensors", tensors)]
+        files = [_write_file(path / "model.safetensors", tensors)]
+        _remove_others(path, {file.name for file in files})
+        return files
     names = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
     files = [_write_file(path / name, part) for name, part in zip(names, parts, strict=True)]
     index = {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
         "weight_map": {key: name for name, part in zip(names, parts, strict=True) for key in part},
     }
-    beside = path / ".model.safetensors.index.json.new"
+    beside = path / f".{_INDEX}.new"
     beside.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    os.replace(beside, path / "model.safetensors.index.json")
+    os.replace(beside, path / _INDEX)
+    _remove_others(path, {_INDEX, *names})
     return files
+
+
+def _remove_others(folder: Path, written: set[str]) -> None:
+    """Take away an earlier export's files, which readers might prefer to the new ones."""
+    for entry in folder.iterdir():
+        if _EXPORTED.fullmatch(entry.name) and entry.name not in written:
+            entry.unlink()
 
 
 def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> Path:

@@ -171,7 +171,9 @@ class ModelState:
         unit = self.unit
         if not unit.handles or not wanted:
             return {}
-        if not (unit.summoned or unit.shows_full):
+        if unit.shows_full and not unit.summoned:
+            unit.keep_changes_so_far()
+        elif not unit.summoned:
             unit.write_back()
         if self.settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             if owner is not None and unit.module not in below:

@@ -135,7 +135,11 @@ def empty_like(value: Any, dtype: torch.dtype) -> Any:
 
 
 def mesh_of(unit: Unit) -> Any:
-    """A device mesh over the groups of a unit that was given none."""
+    """A device mesh over the groups of a unit that was given none.
+
+    Groups that make no regular grid of ranks have no mesh of two dimensions; each copy's ranks then
+    have one of their own.
+    """
     from torch.distributed.device_mesh import DeviceMesh
 
     device_type = unit.device.type
@@ -146,6 +150,8 @@ def mesh_of(unit: Unit) -> Any:
     row = dist.get_process_group_ranks(shards)
     column = dist.get_process_group_ranks(copies)
     grid = [[first + rank - row[0] for rank in row] for first in _firsts(row, column)]
+    if not _is_grid(grid):
+        return DeviceMesh.from_group(shards, device_type)
     return DeviceMesh.from_group(
         [copies, shards], device_type, mesh=grid, mesh_dim_names=("copies", "shards")
     )
@@ -155,6 +161,11 @@ def _firsts(row: list[int], column: list[int]) -> list[int]:
     """The first rank of every group of shards, in a regular grid of ranks."""
     me = next(iter(set(row) & set(column)))
     return [rank - me + row[0] for rank in column]
+
+
+def _is_grid(ranks: list[list[int]]) -> bool:
+    found = [rank for row in ranks for rank in row]
+    return len(set(found)) == len(found) and set(found) <= set(range(dist.get_world_size()))
 
 
 def is_sharded(value: Any) -> bool:

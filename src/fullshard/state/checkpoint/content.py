@@ -23,9 +23,12 @@ from ..sharded_tensors import empty_like, shape_of
 from ..state_dicts import StateDicts
 from .errors import CheckpointError
 from .manifest import Manifest, Table
+from .plain import entries
 
 #: How many names an error lists.
 _SHOWN = 8
+#: What ``nn.Module`` calls the value of ``get_extra_state``, whose shape may change.
+_EXTRA_STATE = "_extra_state"
 
 
 def optimizers_in(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -60,13 +63,20 @@ def sharded_state(model: nn.Module) -> dict[str, Any]:
 
 
 def put_back(
-    model: nn.Module, optimizer: Any, state: Mapping[str, Any], states: Sequence[Any]
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    state: Mapping[str, Any],
+    states: Sequence[Any],
 ) -> None:
-    """Load a model's and its optimizers' sharded state."""
+    """Load a model's and its optimizers' sharded state; nothing, if an optimizer is another's."""
     with _sharded(model):
+        fitting = [
+            OptimStateDicts.optim_state_dict_to_load(model, each, found)
+            for each, found in zip(optimizers, states, strict=True)
+        ]
         model.load_state_dict(state)
-        for each, found in zip(optimizers_in(optimizer), states, strict=True):
-            each.load_state_dict(OptimStateDicts.optim_state_dict_to_load(model, each, found))
+        for each, found in zip(optimizers, fitting, strict=True):
+            each.load_state_dict(found)
 
 
 def _sharded(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -80,7 +90,7 @@ def _sharded(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 def check_same_model(own: Mapping[str, Any], manifest: Manifest, where: str) -> None:
     """Raise CheckpointError, with the names that differ, if the checkpoint is another model's."""
-    saved = manifest.content["model"]
+    saved = entries(manifest.content["model"])
     problems = []
     if missing := [name for name in own if name not in saved]:
         problems.append(f"it has no {_some(missing)}")
@@ -92,6 +102,7 @@ def check_same_model(own: Mapping[str, Any], manifest: Manifest, where: str) -> 
         if (
             table is not None
             and isinstance(value, torch.Tensor)
+            and not name.endswith(_EXTRA_STATE)
             and table.shape != tuple(shape_of(value))
         ):
             shapes.append(f"{name} ({table.shape} there, {tuple(shape_of(value))} here)")
@@ -122,11 +133,11 @@ class Targets:
         self._tables = manifest.tensors
         self.tensors: dict[str, Any] = {}
         self._patterns: dict[str, Any] = {}
-        for name, reference in manifest.content["model"].items():
+        for name, reference in entries(manifest.content["model"]).items():
             if isinstance(reference, dict) and "$tensor" in reference:
                 self._patterns[reference["$tensor"]] = own[name]
         for optimizer in manifest.content["optimizers"]:
-            for parameter, state in optimizer["state"].items():
+            for parameter, state in entries(optimizer["state"]).items():
                 for reference in state.values() if isinstance(state, dict) else ():
                     if isinstance(reference, dict) and "$tensor" in reference and parameter in own:
                         self._patterns[reference["$tensor"]] = own[parameter]

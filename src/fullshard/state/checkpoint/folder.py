@@ -16,6 +16,7 @@ import re
 import shutil
 from pathlib import Path
 
+from .errors import CheckpointError
 from .manifest import MANIFEST
 from .sealed import read_sealed, write_sealed
 
@@ -27,6 +28,7 @@ _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 def begin(folder: Path, step: int) -> Path:
     """Make a place to write a checkpoint into, after removing what died before it was whole."""
     folder.mkdir(parents=True, exist_ok=True)
+    _listed(folder)  # Before anything is written: a damaged index would be found only at the end.
     for left in folder.glob(f"{PARTIAL}*"):
         shutil.rmtree(left, ignore_errors=True)
     partial = folder / f"{PARTIAL}{_free_name(folder, step)}"
@@ -63,7 +65,19 @@ def find(path: Path) -> Path | None:
     if (path / MANIFEST).is_file():
         return path
     names = _names(path)
+    _check_last_listed(path)
     return path / names[-1] if names else None
+
+
+def _check_last_listed(folder: Path) -> None:
+    """Raise CheckpointError if the newest checkpoint lost its manifest; it may be gone wholly."""
+    listed = _listed(folder) if folder.is_dir() else []
+    there = [name for name in listed if _NAME.fullmatch(name) and (folder / name).is_dir()]
+    if there and not (folder / there[-1] / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{folder / there[-1] / MANIFEST} is missing: the checkpoint is damaged. Remove its "
+            "folder to load the one before it"
+        )
 
 
 def _names(folder: Path) -> list[str]:
@@ -84,6 +98,11 @@ def _listed(folder: Path) -> list[str]:
         names: list[str] = read_sealed(folder / INDEX)
     except FileNotFoundError:
         return []
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. Load a checkpoint by the path of its own folder, or remove the index: "
+            "without it the checkpoint with the highest step is the newest"
+        ) from None
     return names
 
 

@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from . import folder as folders
 from .content import Targets, check_same_model, optimizers_in, put_back, sharded_state
 from .errors import CheckpointError
-from .manifest import Manifest, read_manifest
+from .manifest import MANIFEST, Manifest, read_manifest
 from .plain import put_together
+from .saving import wait_for_running_save
 from .storage import Reader
 from .together import Ranks, explain
 
@@ -54,25 +55,26 @@ def load(
     >>> checkpoint = fullshard.load("checkpoints", model, optimizer)  # doctest: +SKIP
     >>> start = checkpoint.step + 1  # doctest: +SKIP
     """
+    wait_for_running_save()
     ranks = Ranks()
+    optimizers = optimizers_in(optimizer)
     found = ranks.first_decides(lambda: _find(Path(path)))
-    own: dict[str, Any] = {}
+    # By itself: a rank that cannot read it must not leave the others in the model's collectives.
+    manifest = ranks.each(lambda: _read_manifest(found, ranks.rank))
 
-    def prepare() -> tuple[Manifest, Targets, Reader]:
-        manifest = read_manifest(found)
-        own.update(sharded_state(model))
+    def prepare() -> tuple[Targets, Reader]:
+        own = sharded_state(model)
         check_same_model(own, manifest, str(found))
-        _check_optimizers(optimizers_in(optimizer), manifest, found)
-        return manifest, Targets(own, manifest), Reader(found, manifest)
+        _check_optimizers(optimizers, manifest, found)
+        return Targets(own, manifest), Reader(found, manifest)
 
-    manifest, targets, reader = ranks.each(prepare)
+    targets, reader = ranks.each(prepare)
     state = put_together(manifest.content["model"], targets.tensor)
-    states = []
-    if optimizers_in(optimizer):
-        states = put_together(manifest.content["optimizers"], targets.tensor)
+    states = put_together(manifest.content["optimizers"], targets.tensor) if optimizers else []
     _read(reader, ranks, targets.tensors)
-    ranks.each(lambda: put_back(model, optimizer, state, states))
-    return Checkpoint(found, manifest.step, ranks.each(lambda: _read_extra(found, manifest)))
+    extra = ranks.each(lambda: _read_extra(found, manifest))
+    ranks.each(lambda: put_back(model, optimizers, state, states))
+    return Checkpoint(found, manifest.step, extra)
 
 
 def _find(path: Path) -> Path:
@@ -80,6 +82,16 @@ def _find(path: Path) -> Path:
     if found is None:
         raise FileNotFoundError(f"There is no checkpoint in {path}")
     return found
+
+
+def _read_manifest(found: Path, rank: int) -> Manifest:
+    try:
+        return read_manifest(found)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{found / MANIFEST} is there for the first rank, but not for rank {rank}: give a "
+            "folder that all ranks reach"
+        ) from None
 
 
 def _check_optimizers(

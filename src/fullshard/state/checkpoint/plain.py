@@ -20,10 +20,11 @@ def take_apart(value: Any, where: str, tensors: Tensors) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else {"$float": repr(value)}
+        return value if math.isfinite(value) else {"$float": repr(float(value))}
     if _is_tensor(value):
-        tensors[where] = value
-        return {"$tensor": where}
+        name = _unused(where, tensors)
+        tensors[name] = value
+        return {"$tensor": name}
     if isinstance(value, Mapping):
         return _take_dict_apart(value, where, tensors)
     if isinstance(value, (list, tuple, torch.Size)):
@@ -47,6 +48,22 @@ def _take_dict_apart(value: Mapping[Any, Any], where: str, tensors: Tensors) -> 
     if all(isinstance(key, str) and not key.startswith("$") for key in items):
         return items
     return {"$dict": [[take_apart(k, f"a key of {where}", tensors), v] for k, v in items.items()]}
+
+
+def _unused(where: str, tensors: Tensors) -> str:
+    """A name for the tensor that was at ``where``: keys with slashes make two places look alike."""
+    name, number = where, 2
+    while name in tensors:
+        name = f"{where}~{number}"
+        number += 1
+    return name
+
+
+def entries(data: Mapping[str, Any]) -> Mapping[Any, Any]:
+    """What a dict that was taken apart held, by its own keys; the values are still apart."""
+    if list(data) != ["$dict"]:
+        return data
+    return {put_together(key, lambda name: name): item for key, item in data["$dict"]}
 
 
 def put_together(data: Any, tensor: Callable[[str], Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import warnings
@@ -15,6 +16,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ...engine.tensor_parallel import is_distributed, local_part
+from ..sharded_tensors import is_sharded
 from . import folder as folders
 from .content import state_of
 from .errors import CheckpointError
@@ -54,10 +56,14 @@ class SaveHandle:
         """Whether the checkpoint is written, or will not be."""
         return self._thread is None or not self._thread.is_alive()
 
-    def wait(self) -> Path:
-        """Return the checkpoint's folder when it is complete; raise what went wrong otherwise."""
+    def join(self) -> None:
+        """Return when the checkpoint is written, or will not be."""
         if self._thread is not None:
             self._thread.join()
+
+    def wait(self) -> Path:
+        """Return the checkpoint's folder when it is complete; raise what went wrong otherwise."""
+        self.join()
         if self._error is not None:
             raise self._error
         assert self._path is not None
@@ -66,6 +72,15 @@ class SaveHandle:
 
 #: The save that may still be running: one at a time, so that checkpoints appear in order.
 _running: SaveHandle | None = None
+
+
+def wait_for_running_save() -> None:
+    """Let a save in the background end, since it speaks over the group that all of them share.
+
+    How it went is told by its handle and by the next save.
+    """
+    if _running is not None:
+        _running.join()
 
 
 def save(
@@ -94,6 +109,12 @@ def save(
     >>> fullshard.save("checkpoints", model, optimizer, step=100)  # doctest: +SKIP
     """
     global _running
+    try:
+        step = operator.index(step)
+    except TypeError:
+        raise TypeError(
+            f"step expects a whole number, but got {step!r} of type {type(step).__name__}"
+        ) from None
     if step < 0:
         raise ValueError(f"step expects a number from 0 on, but got {step}")
     if keep_last is not None and keep_last < 1:
@@ -103,12 +124,16 @@ def save(
         previous.wait()
     ranks = Ranks()
     tensors: Tensors = {}
-    given = dict(extra or {}) if ranks.rank == 0 else {}
 
     def collect() -> Any:
-        return take_apart({**state_of(model, optimizer), "extra": given}, "", tensors)
+        state = state_of(model, optimizer)
+        given = _checked(extra) if ranks.rank == 0 else {}
+        return take_apart({**state, "extra": given}, "", tensors)
 
     content = ranks.each(collect)
+    if ranks.rank != 0:
+        # Ranks may differ in what is not sharded, such as running statistics: one of them counts.
+        tensors = {name: value for name, value in tensors.items() if is_sharded(value)}
     if asynchronous:
         _detach_from_training(tensors, model)
 
@@ -122,6 +147,12 @@ def save(
     else:
         handle.wait()
     return handle
+
+
+def _checked(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    if extra is not None and not isinstance(extra, Mapping):
+        raise TypeError(f"extra expects a dict, but got {extra!r} of type {type(extra).__name__}")
+    return dict(extra or {})
 
 
 def _write(
@@ -161,7 +192,7 @@ def _detach_from_training(tensors: Tensors, model: nn.Module) -> None:
         if is_distributed(value):
             if _memory_of(value) in in_use:
                 tensors[name] = value.detach().clone()
-        elif type(value) is torch.Tensor or isinstance(value, nn.Parameter):
+        elif not is_sharded(value):
             tensors[name] = value.detach().to("cpu", copy=True)
 
 

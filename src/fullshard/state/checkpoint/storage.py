@@ -61,7 +61,7 @@ class Writer(StorageWriter):
                 for item in plan.items:
                     tensor = planner.resolve_data(item)
                     assert isinstance(tensor, torch.Tensor)
-                    tensor = tensor.detach().to("cpu").contiguous()
+                    tensor = as_in_memory(tensor)
                     data = _bytes_of(tensor)
                     extent = Extent(self._file, file.tell(), len(data), zlib.crc32(data))
                     file.write(data)
@@ -178,6 +178,11 @@ def _read_extent(folder: Path, extent: Extent, name: str) -> bytearray:
             f"of {name}, do not match their checksum"
         )
     return data
+
+
+def as_in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the host whose memory holds its elements in order, as they are seen."""
+    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
