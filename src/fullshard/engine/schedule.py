@@ -361,9 +361,10 @@ class Schedule:
             self._close(unit)
         if unit.synchronizes:
             self._with_local_gradients.pop(unit, None)
+            # First, so that what is staged when staging raises is dropped.
+            self._reduced[unit] = None
             unit.stage_gradients(gradients)
             self._pending = unit
-            self._reduced[unit] = None
             if self._lines.runs_ahead:
                 unit.reduce_staged()
         else:
@@ -441,12 +442,12 @@ class Schedule:
             self._carry_out_reduce()
         for unit in [*self._with_local_gradients]:
             if unit.synchronizes:
+                self._reduced[unit] = None
                 unit.stage_kept_gradients()
                 unit.reduce_staged()
-                self._reduced[unit] = None
                 del self._with_local_gradients[unit]
         self._lines.compute_after_reduces()
-        reduced, self._reduced = self._reduced, {}
+        reduced = self._reduced
         if self._offloads:
             self._lines.host_after_reduces()
         for unit in reduced:
@@ -455,6 +456,7 @@ class Schedule:
         ballots = [ballot for unit in reduced if unit.ballots for ballot in unit.take_ballots()]
         if ballots:
             settle_by_vote(ballots)
+        self._reduced = {}
         self._end_backward()
         for unit in reduced:
             unit.run_gradient_hooks()
@@ -468,6 +470,8 @@ class Schedule:
         with self._breaking_off:
             if not self._in_backward or backward != self._backward:
                 return
+            # What is dropped may still be read by a reduce.
+            self._lines.compute_after_reduces()
             for unit in self._reduced:
                 unit.drop_gradients()
             self._pending = self._in_flight = None
