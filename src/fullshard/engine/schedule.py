@@ -332,6 +332,9 @@ class Schedule:
         if progress.task is not None and unit.shows_full and unit.exact == exact:
             return
         progress.task = torch._C._current_graph_task_id()
+        if progress.asked_for is not None:
+            # Shown by the user's own wish, maybe as plain tensors: that is no change.
+            unit.show_sharded()
         if unit.shows_full and unit.state is State.GATHERED and unit.exact == exact:
             self._check_unchanged(unit)
         self._gather(unit, exact)
