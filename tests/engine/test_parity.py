@@ -360,6 +360,35 @@ def test_backwards_without_clearing_accumulate(strategy: str, use_orig_params: b
     assert_same(full_parameters(model), full_parameters(plain), strategy)
 
 
+class AlikeGradients(nn.Module):
+    """Autograd hands one tensor to two parameters, and one element for all of a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Parameter(torch.ones(3)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.first + self.second) + self.third.sum()
+
+
+@ranks(1)
+def test_gradients_on_a_single_rank_are_each_parameters_own() -> None:
+    alone = AlikeGradients().to(device())
+    model = wrap(AlikeGradients().to(device()), "NO_SHARD", use_orig_params=True)
+    x = torch.arange(3.0, device=device())
+
+    for each in alone, model:
+        each(x).sum().backward()
+        nn.utils.clip_grad_norm_(each.parameters(), 1.0)
+        for parameter in each.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(2)
+        each(x).sum().backward()
+
+    for expected, found in zip(alone.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
 @pytest.mark.parametrize("strategy", [*PLAIN[:2], *HYBRID])
 @ranks(1)
 def test_a_single_rank_trains_without_sharding(strategy: str) -> None:

@@ -24,7 +24,8 @@ from torch import nn
 
 from fullshard import BackwardPrefetch, ShardingStrategy
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.testing import ranks
+from fullshard.engine import gradients
+from fullshard.testing import device, ranks
 
 EACH_MODE = pytest.mark.parametrize(("strategy", "use_orig_params"), MODES)
 SHARDING = pytest.mark.parametrize("strategy", STRATEGIES[:2])
@@ -257,3 +258,67 @@ def test_wrong_inputs_raise_what_the_module_raises(strategy: ShardingStrategy) -
         model()
     assert_at_rest(model)
     compare_models(reference, model, steps=1)
+
+
+@SHARDING
+@ranks(2)
+def test_what_raises_at_the_very_end_of_a_backward_leaves_the_model_at_rest(
+    strategy: ShardingStrategy,
+) -> None:
+    _, model = pair(sharding_strategy=strategy, use_orig_params=True)
+    units = len(FSDP.fsdp_modules(model))
+    calls = 0
+
+    def fail_last(_: object, full: torch.Tensor, shard: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == units:
+            raise RuntimeError("the hook's own")
+
+    model.register_comm_hook(None, fail_last)
+
+    with pytest.raises(RuntimeError, match="the hook's own"):
+        model(inputs(0)).sum().backward()
+    assert_at_rest(model)
+    with FSDP.summon_full_params(model):
+        pass
+
+
+class TwoDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Parameter(torch.ones(4))
+        self.wide = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.narrow).sum() + self.wide.sum().float()
+
+
+@EACH_STRATEGY
+@ranks(2)
+def test_gradients_that_were_staged_when_memory_ran_out_do_not_count_in_the_next_step(
+    strategy: ShardingStrategy,
+) -> None:
+    model = FSDP(build(TwoDtypes), sharding_strategy=strategy, use_orig_params=True)
+    x = torch.ones(4, device=device())
+    stage = gradients.stage
+    staged = []
+
+    def run_out(*given: Any) -> Any:
+        if staged:
+            raise torch.OutOfMemoryError
+        staged.append(given)
+        return stage(*given)
+
+    gradients.stage = run_out
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            model(x).backward()
+    finally:
+        gradients.stage = stage
+    model.zero_grad()
+    model(x).backward()
+
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, torch.ones_like(parameter.grad))

@@ -204,3 +204,23 @@ def test_resharding_what_is_in_use_is_refused() -> None:
         pytest.raises(RuntimeError, match="summon_full_params shows them"),
     ):
         model.blocks[0].reshard()
+
+
+@EACH_MODE
+@ranks(2)
+def test_unsharding_without_gradients_between_forward_and_backward_changes_nothing(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    bare = build(Net)
+    models = [wrap(copy.deepcopy(bare), strategy, use_orig_params) for _ in range(2)]
+    for model in models:
+        output = model(inputs(0))
+        if model is models[1]:
+            with torch.no_grad():
+                model.unshard()
+                model.blocks[1].unshard()
+        output.sum().backward()
+
+    for expected, found in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+    assert_at_rest(models[1])

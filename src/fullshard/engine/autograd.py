@@ -82,7 +82,7 @@ def in_backward() -> bool:
 
 
 class BackwardEnd:
-    """Calls ``finished`` when the running backward is done, or ``failed`` when it breaks off.
+    """Calls ``finished`` when the running backward is done; ``failed`` when either breaks off.
 
     Autograd keeps a callback until the backward is over. A backward that raised never calls it,
     but lets go of it, and that is how the end is noticed.
@@ -94,8 +94,13 @@ class BackwardEnd:
         torch.autograd.Variable._execution_engine.queue_callback(self)
 
     def __call__(self) -> None:
-        self._failed = None
-        self._finished()
+        failed, self._failed = self._failed, None
+        try:
+            self._finished()
+        except BaseException:
+            if failed is not None:
+                failed()
+            raise
 
     def __del__(self) -> None:
         if self._failed is not None:

@@ -160,7 +160,7 @@ class AcceleratorLines(HostLines):
         return tensor.to("cpu").pin_memory()
 
     def copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
     def host_after_reduces(self) -> None:

@@ -50,11 +50,12 @@ class Own(NamedTuple):
         """Put them on the parameters that the optimizer holds."""
         handle = self.handle
         dtype = handle.dtypes.reduce if handle.keep_low_precision_grads else handle.dtypes.shard
-        found = [
-            (p, g.to(dtype))
-            for p, g in zip(handle.params, self.gradients, strict=True)
-            if g is not None
-        ]
+        pairs = zip(handle.params, self.gradients, strict=True)
+        given = [(parameter, g) for parameter, g in pairs if g is not None]
+        # Copies: autograd may hand the same tensor, or one element for all, to others as well.
+        copies = [torch.empty_like(p, dtype=dtype, device=g.device) for p, g in given]
+        _copy(copies, [gradient for _, gradient in given])
+        found = [(parameter, copy) for (parameter, _), copy in zip(given, copies, strict=True)]
         if handle.offload:
             lines = lines_for(handle.device)
             found = [(parameter, lines.copy_to_host(gradient)) for parameter, gradient in found]

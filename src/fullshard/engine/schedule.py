@@ -332,6 +332,9 @@ class Schedule:
         if progress.task is not None and unit.shows_full and unit.exact == exact:
             return
         progress.task = torch._C._current_graph_task_id()
+        if progress.asked_for is not None:
+            # Shown by the user's own wish, maybe as plain tensors: that is no change.
+            unit.show_sharded()
         if unit.shows_full and unit.state is State.GATHERED and unit.exact == exact:
             self._check_unchanged(unit)
         self._gather(unit, exact)
@@ -361,9 +364,10 @@ class Schedule:
             self._close(unit)
         if unit.synchronizes:
             self._with_local_gradients.pop(unit, None)
+            # First, so that what is staged when staging raises is dropped.
+            self._reduced[unit] = None
             unit.stage_gradients(gradients)
             self._pending = unit
-            self._reduced[unit] = None
             if self._lines.runs_ahead:
                 unit.reduce_staged()
         else:
@@ -441,12 +445,12 @@ class Schedule:
             self._carry_out_reduce()
         for unit in [*self._with_local_gradients]:
             if unit.synchronizes:
+                self._reduced[unit] = None
                 unit.stage_kept_gradients()
                 unit.reduce_staged()
-                self._reduced[unit] = None
                 del self._with_local_gradients[unit]
         self._lines.compute_after_reduces()
-        reduced, self._reduced = self._reduced, {}
+        reduced = self._reduced
         if self._offloads:
             self._lines.host_after_reduces()
         for unit in reduced:
@@ -455,6 +459,7 @@ class Schedule:
         ballots = [ballot for unit in reduced if unit.ballots for ballot in unit.take_ballots()]
         if ballots:
             settle_by_vote(ballots)
+        self._reduced = {}
         self._end_backward()
         for unit in reduced:
             unit.run_gradient_hooks()
@@ -468,6 +473,8 @@ class Schedule:
         with self._breaking_off:
             if not self._in_backward or backward != self._backward:
                 return
+            # What is dropped may still be read by a reduce.
+            self._lines.compute_after_reduces()
             for unit in self._reduced:
                 unit.drop_gradients()
             self._pending = self._in_flight = None

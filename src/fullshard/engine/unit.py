@@ -452,9 +452,10 @@ class Unit:
 
     def finish_reduces(self) -> None:
         """Put what :meth:`start_reduces` began to reduce where the optimizer looks."""
-        in_flight, self._in_flight = self._in_flight, []
         with torch.no_grad():
-            for reducing in in_flight:
+            # One by one: those that follow one that raises are still to be waited for.
+            while self._in_flight:
+                reducing = self._in_flight.pop(0)
                 staged, reduced = reducing.staged, reducing.finish()
                 staged.release()
                 self._undecided += flow.deliver(staged.handle, reduced, staged.absent)
