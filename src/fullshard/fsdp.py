@@ -287,6 +287,7 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
                 other._schedule.rest()
         schedule = Schedule(self._unit, units)
         for other in modules:
+            other._unit.pre_hooks = other._forward_pre_hooks
             other._schedule = schedule
             other._is_root = other is self
         return schedule

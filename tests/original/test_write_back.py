@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.original.training import STRATEGIES, assert_same_parameters, build, inputs
+from tests.original.training import (
+    STRATEGIES,
+    Net,
+    assert_same_parameters,
+    blocks_policy,
+    build,
+    inputs,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -336,3 +345,28 @@ def test_a_change_in_low_precision_after_a_forward_without_backward_is_refused()
     ):
         model(data)
     model(data).sum().backward()
+
+
+@pytest.mark.parametrize("forward_prefetch", [False, True])
+@ranks(2)
+def test_a_hook_may_change_a_units_parameters_right_before_its_forward(
+    forward_prefetch: bool,
+) -> None:
+    bare = build(Net)
+    model = FSDP(
+        copy.deepcopy(bare),
+        auto_wrap_policy=blocks_policy(),
+        use_orig_params=True,
+        forward_prefetch=forward_prefetch,
+    )
+
+    def double(module: nn.Module, _: Any) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(2)
+
+    for each in (bare, model):
+        each.blocks[1].register_forward_pre_hook(double)
+    for step in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(model(inputs(step)), bare(inputs(step)))

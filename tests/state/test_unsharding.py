@@ -224,3 +224,16 @@ def test_unsharding_without_gradients_between_forward_and_backward_changes_nothi
     for expected, found in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad)
     assert_at_rest(models[1])
+
+
+@ranks(2)
+def test_what_is_done_to_full_parameters_is_used_by_the_next_forward_and_kept() -> None:
+    bare = build(Net)
+    model = wrap(copy.deepcopy(bare), ShardingStrategy.FULL_SHARD, True)
+    model.blocks[0].unshard()
+    with torch.no_grad():
+        for each in (bare, model):
+            each.blocks[0].up.weight.fill_(0.25)
+        torch.testing.assert_close(model(inputs(0)), bare(inputs(0)))
+
+    assert_same_parameters(bare, model)

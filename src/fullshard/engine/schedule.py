@@ -136,6 +136,8 @@ class Schedule:
         self._order.append(unit)
         if not unit.shows_full:
             unit.write_back()
+        elif progress.asked_for is not None:
+            unit.keep_changes()
         if progress.prefetched:
             # Its gather was a guess; that all ranks run the unit has yet to be seen.
             unit.shards.agree("run", unit.name)
@@ -289,7 +291,10 @@ class Schedule:
         position = len(self._order) - 1
         previous = self._previous_order
         if position + 1 < len(previous) and previous[position] is self._order[position]:
-            self._prefetch(previous[position + 1], exact)
+            following = previous[position + 1]
+            # A hook that runs before its forward may change what a gather now would read.
+            if not following.pre_hooks:
+                self._prefetch(following, exact)
 
     def _ask_inputs(self, unit: Unit, inputs: Any) -> Call | None:
         """Have the inputs' gradients tell when the unit's backward is over.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -93,6 +93,8 @@ class Unit:
         self.synchronizes = True
         #: Called with all full gradients of the unit (one per parameter) when they are there.
         self.on_gradients: Callable[[Unit, Sequence[flow.Gradients]], None] | None = None
+        #: The user's functions that are called before a forward of the unit.
+        self.pre_hooks: Mapping[int, Any] = {}
         #: What reduces gradients in place of the engine (``register_comm_hook``).
         self.comm_hook: CommHook | None = None
         #: What the ranks vote on at the end of a backward whose gradients a hook reduced.
@@ -119,6 +121,7 @@ class Unit:
         return {
             **self.__dict__,
             "on_gradients": None,
+            "pre_hooks": {},
             "ballots": [],
             "_works": [],
             "_averages": {},
