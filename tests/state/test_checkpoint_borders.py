@@ -17,6 +17,7 @@ from torch import nn
 
 import fullshard
 from fullshard import CheckpointError, ShardingStrategy
+from fullshard.state.checkpoint.sealed import read_sealed, write_sealed
 from fullshard.testing import device, ranks
 
 FULL_SHARD = ShardingStrategy.FULL_SHARD
@@ -221,6 +222,28 @@ def test_a_save_beside_a_damaged_index_writes_nothing_and_says_what_to_do(tmp_pa
     index.unlink()
     fullshard.save(tmp_path, model, step=2)
     assert fullshard.load(tmp_path, model).step == 2
+
+
+def test_a_manifest_made_to_mislead_is_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    fullshard.save(tmp_path, model, extra={"noise": torch.ones(4)})
+    path = tmp_path / "step-00000000" / "manifest.json"
+    good = read_sealed(path)
+    table = good["tensors"]["/extra/noise"]
+    ((starts, sizes, *extent),) = table["chunks"]
+    for change, file in (
+        ({"chunks": []}, "manifest.json"),
+        ({"chunks": [[[2], sizes, *extent]]}, "manifest.json"),
+        ({"dtype": "load"}, "manifest.json"),
+        ({"shape": [10**13]}, "manifest.json"),
+        ({"chunks": [[starts, sizes, "../../outside", *extent[1:]]]}, "outside"),
+    ):
+        misleading = {**good["tensors"], "/extra/noise": {**table, **change}}
+        write_sealed(path, {**good, "tensors": misleading})
+
+        for read in (fullshard.latest, lambda folder: fullshard.load(folder, model)):
+            with pytest.raises(CheckpointError, match=file):
+                read(tmp_path)
 
 
 @ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from .errors import CheckpointError
 from .plain import dtype_name, dtype_named
 from .sealed import read_sealed, write_sealed
 
@@ -99,8 +101,27 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Read a manifest; raise CheckpointError, with the file's name, if it is not as written."""
     body = read_sealed(folder / MANIFEST)
-    described = {name: _table_from_json(data) for name, data in body["tensors"].items()}
-    return Manifest(**{**body, "tensors": described})
+    try:
+        described = {name: _table_from_json(data) for name, data in body["tensors"].items()}
+        for name, table in described.items():
+            _check_table(name, table)
+        return Manifest(**{**body, "tensors": described})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder / MANIFEST} is no manifest that this version of fullshard reads: "
+            f"{type(error).__name__}: {error}"
+        ) from None
+
+
+def _check_table(name: str, table: Table) -> None:
+    """Raise ValueError if a tensor's chunks are not all of it: memory never written would show."""
+    for chunk in table.chunks:
+        ends = zip(chunk.starts, chunk.sizes, table.shape, strict=True)
+        inside = all(start >= 0 and 0 <= size <= whole - start for start, size, whole in ends)
+        if not inside or chunk.extent.nbytes != math.prod(chunk.sizes) * table.dtype.itemsize:
+            raise ValueError(f"{name} of shape {table.shape} cannot have the part {chunk}")
+    if sum(math.prod(chunk.sizes) for chunk in table.chunks) != math.prod(table.shape):
+        raise ValueError(f"the parts of {name} are not all of its shape {table.shape}")
 
 
 def _table_to_json(table: Table) -> dict[str, Any]:

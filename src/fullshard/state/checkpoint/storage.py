@@ -158,9 +158,12 @@ def _read_extent(folder: Path, extent: Extent, name: str) -> bytearray:
     path = folder / extent.file
     if path.parent != folder or path.is_symlink():
         raise CheckpointError(f"{path} is not a file of the checkpoint in {folder}")
-    data = bytearray(extent.nbytes)
+    end = extent.offset + extent.nbytes
     try:
         with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            # Not more memory than there are bytes, whatever the manifest says.
+            data = bytearray(extent.nbytes if end <= size else 0)
             file.seek(extent.offset)
             count = file.readinto(data)
     except OSError as error:
@@ -169,13 +172,13 @@ def _read_extent(folder: Path, extent: Extent, name: str) -> bytearray:
         ) from None
     if count != extent.nbytes:
         raise CheckpointError(
-            f"{path} is damaged: it ends after {extent.offset + count} bytes, before the part of "
-            f"{name} that it should hold"
+            f"{path} is damaged: it ends after {size} bytes, and the part of {name} that it should "
+            f"hold lies at {extent.offset} to {end}"
         )
     if zlib.crc32(data) != extent.crc32:
         raise CheckpointError(
-            f"{path} is damaged: bytes {extent.offset} to {extent.offset + extent.nbytes}, a part "
-            f"of {name}, do not match their checksum"
+            f"{path} is damaged: bytes {extent.offset} to {end}, a part of {name}, do not match "
+            "their checksum"
         )
     return data
 
