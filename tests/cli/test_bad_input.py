@@ -92,6 +92,37 @@ def test_flags_with_values_that_cannot_be(refused) -> None:
     assert "steps expects 1 or more, but got 0" in refused("train", "--steps", "0")
 
 
+def test_flags_and_commands_that_are_not_there(refused) -> None:
+    assert "there is no option '--stepz'; did you mean '--steps'?" in refused("train", "--stepz=3")
+    assert "did you mean '--save-every'?" in refused("train", "--save-evry", "3")
+    assert "Invalid value for '--steps'" in refused("train", "--steps", "many")
+    assert "'--config' requires an argument" in refused("train", "--config")
+    assert "unexpected extra argument" in refused("train", "more")
+    assert "Did you mean 'train'" in refused("trian")
+
+
+def test_numbers_that_the_launcher_or_torch_could_do_nothing_with(refused) -> None:
+    assert "--max-restarts expects 0 or more" in refused("train", "--max-restarts", "-1")
+    assert "--nodes expects 1 or more" in refused("train", "--nodes", "0")
+    assert "say how many with --nodes" in refused("train", "--rendezvous", "here:1")
+    assert "learning_rate expects less than 2**63" in refused("train", "--learning-rate", "inf")
+    assert "seed expects less than 2**63" in refused("train", "--seed", str(2**63))
+
+
+def test_a_place_for_runs_that_is_none(refused, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    assert "file/run-1 cannot be written" in refused("train", "--runs", "file")
+
+
+def test_programs_that_cannot_be_run(refused) -> None:
+    assert "there is no 'nowhere.py'" in refused("run", "nowhere.py")
+    assert "invalid int value: 'two'" in refused("run", "--ranks", "two", "x.py")
+    assert "--ranks expects 1 or more, but got 0" in refused("run", "--ranks", "0", "x.py")
+    assert "--no-python and --run-path are not taken" in refused("run", "--no-python", "x.sh")
+    assert "Missing argument" in refused("run")
+
+
 def test_several_machines_need_a_place_to_meet(refused) -> None:
     assert "--rendezvous HOST:PORT" in refused("train", "--nodes", "2")
 
@@ -99,5 +130,7 @@ def test_several_machines_need_a_place_to_meet(refused) -> None:
 def test_plans_that_cannot_be(refused) -> None:
     assert "device-memory expects a size" in refused("plan", "--device-memory", "much")
     assert "No module named 'nowhere'" in refused("plan", "--model", "nowhere:build")
+    assert "Empty module name" in refused("plan", "--model", ":build")
+    assert "'sys:path' is of type list" in refused("plan", "--model", "sys:path")
     assert "is not divided by 5 ranks" in refused("plan", "--ranks", "5")
     assert "did you mean 'tiny'" in refused("plan", "--model", "tinny")

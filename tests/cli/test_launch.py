@@ -146,7 +146,7 @@ def test_other_ends_of_a_rank_are_told_and_end_the_others(
     assert capfd.readouterr().err.startswith(f"Rank 1 failed first: {message}")
 
 
-def test_a_failed_attempt_is_told_by_the_rank_itself_and_started_again(
+def test_a_failed_attempt_is_told_when_it_fails_and_started_again(
     reports: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise OSError('once')\n"
@@ -154,7 +154,20 @@ def test_a_failed_attempt_is_told_by_the_rank_itself_and_started_again(
     assert launch(1, ["--max-restarts", "1"], [script(reports, text + REPORT)]) == 0
 
     assert read(reports, 1)[0]["TORCHELASTIC_RESTART_COUNT"] == "1"
-    assert "OSError: once" in capfd.readouterr().err
+    printed = capfd.readouterr().err
+    assert printed.startswith("Rank 0 failed first: OSError: once\nTraceback")
+    assert printed.count("Traceback") == 1
+    assert printed.endswith("Starting again; 0 more restarts after this.\n")
+
+
+def test_bad_input_that_ranks_find_is_told_in_one_line(
+    reports: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = "from fullshard.cli.problems import BadInput\nraise BadInput('no such thing')\n"
+
+    assert launch(2, [], [script(reports, text)]) == 2
+
+    assert capfd.readouterr().err == "fullshard: no such thing\n"
 
 
 def test_ctrl_c_ends_every_rank_and_shows_where_one_was(reports: Path) -> None:

@@ -118,6 +118,8 @@ def test_with_restarts_a_run_goes_on_by_itself_after_a_rank_was_killed(tmp_path:
     assert process.returncode == 0, output
     resumed = re.findall(r"resuming +after step (\d+)", output)
     assert len(resumed) == 1
+    assert "Rank 1 failed first: killed by SIGKILL" in output
+    assert "Traceback" not in output
     assert int(resumed[0]) >= 10
     metrics = RunFolder(tmp_path / "runs" / "run").read_metrics()
     assert [line["step"] for line in metrics] == [*range(1, 81)]

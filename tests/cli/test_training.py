@@ -132,6 +132,22 @@ def test_a_checkpoint_of_another_model_is_refused(complete: Path) -> None:
     assert (complete / "config.toml").read_text() == before
 
 
+def test_a_damaged_checkpoint_is_refused_with_its_file(complete: Path, tmp_path: Path) -> None:
+    shutil.copytree(complete, tmp_path / "damaged")
+    (newest,) = (tmp_path / "damaged" / "checkpoints").glob("step-*8")
+    largest = max(newest.iterdir(), key=lambda file: file.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    metrics = (tmp_path / "damaged" / "metrics.jsonl").read_bytes()
+
+    with pytest.raises(BaseException, match="remove its folder to continue") as caught:
+        run(tmp_path / "damaged", resume=True)
+
+    assert f"BadInput: {largest} is damaged" in str(caught.value)
+    assert (tmp_path / "damaged" / "metrics.jsonl").read_bytes() == metrics
+
+
 def test_a_resumed_run_on_the_same_ranks_is_the_same_to_the_bit(
     complete: Path, tmp_path: Path
 ) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 __all__ = ["Failure", "failures_of", "interruptions_in", "render"]
 
@@ -28,12 +29,13 @@ class Failure:
     traceback: str
     exit_status: int
     when: int
+    bad_input: bool = False
 
 
-def failures_of(error: ChildFailedError) -> list[Failure]:
-    """All failures of an attempt, the cause first."""
+def failures_of(processes: Mapping[int, ProcessFailure]) -> list[Failure]:
+    """All failures of an attempt, the cause first, from those that the launcher saw."""
     found: dict[int, Failure] = {}
-    for rank, process in error.failures.items():
+    for rank, process in processes.items():
         found[rank] = _from_process(rank, process)
         if process.error_file != "<N/A>":
             for other in _read_all(Path(process.error_file).parent.parent):
@@ -49,10 +51,15 @@ def interruptions_in(run_directory: str | Path | None) -> list[Failure]:
 
 
 def render(failures: list[Failure]) -> str:
-    """The first failure with its traceback, then one line for each of the others."""
+    """The first failure with its traceback, then one line for each of the others.
+
+    Bad input is one line in all: every rank has found out the same.
+    """
     if not failures:
         return ""
     first, *others = failures
+    if first.bad_input:
+        return f"fullshard: {first.reason}"
     lines = [f"Rank {first.rank} failed first: {first.reason}"]
     if first.traceback:
         lines.append(first.traceback.rstrip("\n"))
@@ -91,6 +98,7 @@ def _read(file: Path) -> Failure | None:
             info["py_callstack"],
             int(info["exit_status"]),
             int(info["nanoseconds"]),
+            bool(info.get("bad_input")),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None  # absent, cut off by a kill, or written by a program's own handler

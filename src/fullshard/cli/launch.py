@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
@@ -58,7 +60,7 @@ def launch(
     0
     """
     arguments = _arguments(ranks, launcher_options, command, before)
-    ranks_print = bool(arguments.max_restarts or arguments.redirects != "0" or arguments.tee != "0")
+    ranks_print = arguments.redirects != "0" or arguments.tee != "0"
     environment = {
         "OMP_NUM_THREADS": str(
             threads_per_rank(determine_local_world_size(arguments.nproc_per_node))
@@ -69,12 +71,12 @@ def launch(
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         rank.RANKS_PRINT: "1" if ranks_print else None,
     }
-    with _environment_defaults(environment), _quiet_launcher():
+    with _environment_defaults(environment), _quiet_launcher(), _attempts_told():
         config, program, program_arguments = config_from_args(arguments)
         try:
             elastic_launch(config=config, entrypoint=program)(*program_arguments)
         except ChildFailedError as error:
-            failures = failures_of(error)
+            failures = failures_of(error.failures)
             print(render(failures), file=sys.stderr, flush=True)
             return failures[0].exit_status
         except SignalException as error:
@@ -149,6 +151,26 @@ def _environment_defaults(defaults: dict[str, str | None]) -> Iterator[None]:
     finally:
         for name in missing:
             del os.environ[name]
+
+
+@contextlib.contextmanager
+def _attempts_told() -> Iterator[None]:
+    """Say why ranks are started again, when they are: the launcher only raises at the very end."""
+    monitor = LocalElasticAgent._monitor_workers
+
+    def tell(agent: LocalElasticAgent, group: WorkerGroup) -> RunResult:
+        result = monitor(agent, group)
+        if result.is_failed() and agent._remaining_restarts > 0:
+            left = agent._remaining_restarts - 1
+            told = render(failures_of(result.failures))
+            print(f"{told}\nStarting again; {left} more restarts after this.", file=sys.stderr)
+        return result
+
+    LocalElasticAgent._monitor_workers = tell  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

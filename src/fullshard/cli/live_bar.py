@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
@@ -19,12 +19,29 @@ __all__ = ["BarReporter"]
 _WIDE = 100
 
 
+class _NarrowConsole(Console):
+    """Leaves the terminal's last columns free.
+
+    There a terminal writes the ^C that was typed. On a full line it would go on to the next, and
+    the bar would be drawn again below its last copy.
+    """
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        whole = super().size
+        return whole._replace(width=max(1, whole.width - 2 * len("^C")))
+
+    @size.setter
+    def size(self, new_size: tuple[int, int]) -> None:
+        raise AttributeError("the terminal decides")
+
+
 class BarReporter(LineReporter):
     """Shows a bar while steps are made; everything else is printed above it."""
 
     def __init__(self, options: Options, folder: RunFolder) -> None:
         super().__init__(options, folder)
-        self._console = Console(highlight=False)
+        self._console = _NarrowConsole(highlight=False)
         self._bar = RichProgress(
             TextColumn("{task.completed}/{task.total}"),
             BarColumn(bar_width=None),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,20 +13,23 @@ except ModuleNotFoundError as missing:
         "`python -m fullshard.cli.run` is `fullshard run`."
     ) from missing
 
+from fullshard.cli.command_line import call, show_help_or_version
 from fullshard.cli.flags import with_option_flags
-from fullshard.cli.problems import BadInput
 
 app = typer.Typer(
     help="Fully sharded data parallelism for PyTorch.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
-@app.callback()
-def commands() -> None:
+@app.callback(invoke_without_command=True)
+def commands(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show versions and exit.")] = False,
+) -> None:
     """Fully sharded data parallelism for PyTorch."""
+    show_help_or_version(context, version)
 
 
 @app.command(
@@ -98,11 +100,7 @@ def plan(
 
 def main() -> None:
     """Entry point of the installed command."""
-    try:
-        app(prog_name="fullshard")
-    except BadInput as problem:
-        print(f"fullshard: {problem}", file=sys.stderr)
-        raise SystemExit(2) from None
+    raise SystemExit(call(app))
 
 
 if __name__ == "__main__":

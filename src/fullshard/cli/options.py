@@ -16,7 +16,7 @@ from typing import Any
 from .model import PRESETS, Size
 from .problems import BadInput
 
-__all__ = ["Options", "build_options", "checked_value"]
+__all__ = ["Options", "build_options", "checked_value", "nearest"]
 
 
 def _option(
@@ -121,7 +121,7 @@ def checked_value(name: str, value: Any, source: str) -> Any:
     """``value`` if the option ``name`` exists and may have it."""
     field = _FIELDS.get(name)
     if field is None:
-        raise BadInput(f"{source}: there is no option {name!r}{_nearest(name, [*_FIELDS])}")
+        raise BadInput(f"{source}: there is no option {name!r}{nearest(name, [*_FIELDS])}")
     kind: type = type(field.default)
     if kind is float and type(value) is int:
         value = float(value)
@@ -134,17 +134,23 @@ def checked_value(name: str, value: Any, source: str) -> Any:
     if choices and value not in choices:
         raise BadInput(
             f"{source}: {name} expects one of {', '.join(choices)}, but got {value!r}"
-            f"{_nearest(str(value), choices)}"
+            f"{nearest(str(value), choices)}"
         )
     if minimum is not None and not value >= minimum:
         raise BadInput(f"{source}: {name} expects {minimum:g} or more, but got {value!r}")
+    if minimum is not None and not value < _TOO_LARGE:
+        raise BadInput(f"{source}: {name} expects less than 2**63, but got {value!r}")
     return value
 
 
+#: Numbers from here on fit into no tensor, nor does infinity into a file of metrics.
+_TOO_LARGE: Any = 2**63
 _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
-def _nearest(given: str, known: Sequence[str]) -> str:
-    """The name that was meant, probably."""
-    found = difflib.get_close_matches(given.replace("-", "_"), known, n=1, cutoff=0.5)
+def nearest(given: str, known: Sequence[str]) -> str:
+    """The end of a sentence about an unknown name: the one that was meant, probably, or all."""
+    alike = {name.replace("-", "_"): name for name in known}
+    close = difflib.get_close_matches(given.replace("-", "_"), alike, n=1, cutoff=0.5)
+    found = [alike[name] for name in close]
     return f"; did you mean {found[0]!r}?" if found else f"; there are {', '.join(known)}"

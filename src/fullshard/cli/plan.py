@@ -94,8 +94,12 @@ def _subject(model: str, options: Options) -> Subject:
     sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise BadInput(f"model expects module:function, but {model!r} fails: {error}") from None
+    if not callable(function):
+        raise BadInput(
+            f"model expects module:function, but {model!r} is of type {type(function).__name__}"
+        )
     with torch.device("meta"):
         made = function()
     found, loss = made if isinstance(made, tuple) else (made, token_loss)

@@ -23,8 +23,7 @@ from types import TracebackType
 
 __all__ = ["RANKS_PRINT", "main"]
 
-#: Set where a rank prints its traceback itself as well: its output goes to a log of its own, or
-#: the launcher will start it again and only tell about the last attempt.
+#: Set where a rank prints its traceback itself as well: its output goes to a log of its own.
 RANKS_PRINT = "FULLSHARD_RANKS_PRINT"
 
 _BEFORE_THE_PROGRAM = (__file__, runpy.__file__, "<frozen runpy>")
@@ -50,7 +49,9 @@ def main(words: Sequence[str]) -> None:
         if status == 0:
             raise
         record(error)
-        if isinstance(error, SystemExit) or os.environ.get(RANKS_PRINT):
+        if isinstance(error, SystemExit):
+            raise
+        if os.environ.get(RANKS_PRINT) and not _is_bad_input(error):
             raise
         sys.exit(status)
 
@@ -73,6 +74,8 @@ def record(error: BaseException) -> None:
     now = time.time_ns()
     if isinstance(error, SystemExit):
         reason, callstack = f"sys.exit({error.code!r})", ""
+    elif _is_bad_input(error):
+        reason, callstack = str(error), ""
     else:
         reason, callstack = _summary(error), _program_traceback(error)
     content = {
@@ -84,6 +87,7 @@ def record(error: BaseException) -> None:
                 "nanoseconds": now,
                 "rank": int(os.environ.get("RANK", "0")),
                 "exit_status": _exit_status(error),
+                "bad_input": _is_bad_input(error),
             },
         }
     }
@@ -95,7 +99,15 @@ def record(error: BaseException) -> None:
 def _exit_status(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if _is_bad_input(error):
+        return 2
     return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _is_bad_input(error: BaseException) -> bool:
+    """Whether it is ``problems.BadInput``, which cannot be imported here without torch."""
+    kind = type(error)
+    return (kind.__module__, kind.__name__) == ("fullshard.cli.problems", "BadInput")
 
 
 def _summary(error: BaseException) -> str:

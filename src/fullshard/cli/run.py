@@ -6,10 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
 
 from torch.distributed.run import get_args_parser
 
 from .launch import launch
+from .problems import BadInput
 
 __all__ = ["Invocation", "read_invocation", "run_program"]
 
@@ -28,6 +31,9 @@ class Invocation:
 def run_program(arguments: Sequence[str]) -> int:
     """Run what a command line after ``fullshard run`` asks for; returns the exit status."""
     invocation = read_invocation(arguments)
+    script = invocation.command[0]
+    if script != "-m" and not Path(script).exists():
+        raise BadInput(f"run expects a script or -m and a module, but there is no {script!r}")
     return launch(
         invocation.ranks, invocation.launcher_options, invocation.command, before=[INSTALL]
     )
@@ -37,7 +43,7 @@ def read_invocation(arguments: Sequence[str]) -> Invocation:
     """Tell our options, torchrun's and the program's own apart.
 
     torchrun's parser decides where the program begins, so that its options mean what they mean
-    there. Ends the process with a usage message where torchrun would.
+    there.
 
     >>> read_invocation(["--ranks", "4", "--max-restarts", "1", "train.py", "--ranks", "7"])
     Invocation(ranks=4, launcher_options=('--max-restarts', '1'), \
@@ -45,13 +51,16 @@ command=('train.py', '--ranks', '7'))
     """
     torchrun = get_args_parser()
     torchrun.prog = "fullshard run"
+    torchrun.error = _refuse  # type: ignore[method-assign]
     torchrun.add_argument("--ranks", type=int, help="Number of ranks on this machine.")
     parsed = torchrun.parse_args(list(arguments))
     if parsed.no_python or parsed.run_path:
-        sys.exit(
-            "fullshard run: --no-python and --run-path are not taken, because fullshard has to be "
-            "installed in the program's own Python process; give a script or -m and a module"
+        raise BadInput(
+            "--no-python and --run-path are not taken, because fullshard has to be installed in "
+            "the program's own Python process; give a script or -m and a module"
         )
+    if parsed.ranks is not None and parsed.ranks < 1:
+        raise BadInput(f"--ranks expects 1 or more, but got {parsed.ranks}")
     program_starts = len(arguments) - len(parsed.training_script_args) - 1
     ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     ours.add_argument("--ranks", type=int)
@@ -65,5 +74,13 @@ command=('train.py', '--ranks', '7'))
     )
 
 
+def _refuse(message: str) -> NoReturn:
+    raise BadInput(f"{message}; see fullshard run --help")
+
+
 if __name__ == "__main__":  # the command where typer is not installed
-    sys.exit(run_program(sys.argv[1:]))
+    try:
+        sys.exit(run_program(sys.argv[1:]))
+    except BadInput as problem:
+        print(f"fullshard: {problem}", file=sys.stderr)
+        sys.exit(2)

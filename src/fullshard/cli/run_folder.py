@@ -38,8 +38,11 @@ class RunFolder:
 
     def write_options(self, options: Options) -> None:
         """Make the folder, if it is not there, and write the options down."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.config.write_text(to_toml(options), encoding="utf-8")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.config.write_text(to_toml(options), encoding="utf-8")
+        except OSError as error:
+            raise BadInput(f"{self.path} cannot be written: {error}; choose other --runs") from None
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         """One line of JSON."""

@@ -21,8 +21,8 @@ from .options import Options, build_options, checked_value
 from .problems import BadInput
 from .run_folder import RunFolder, latest_run, new_run, run_named
 from .stopping import StopRequest
+from .training import damaged, model_facts, start_rank, train, was_restarted
 from .training import main as train_on_rank
-from .training import model_facts, start_rank, train, was_restarted
 
 __all__ = ["Request", "run_training"]
 
@@ -49,6 +49,7 @@ def run_training(request: Request) -> int:
     if "RANK" in os.environ:
         train_as_rank(request)
         return 0
+    check_counts(request)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SECONDS_TO_SAVE))
     launcher_options = ["--max-restarts", str(request.max_restarts)]
     if request.nodes > 1:
@@ -61,15 +62,25 @@ def run_training(request: Request) -> int:
     return launch(ranks, launcher_options, command)
 
 
+def check_counts(request: Request) -> None:
+    """Refuse numbers that the launcher could do nothing with."""
+    if request.max_restarts < 0:
+        raise BadInput(f"--max-restarts expects 0 or more, but got {request.max_restarts}")
+    if request.nodes < 1:
+        raise BadInput(f"--nodes expects 1 or more, but got {request.nodes}")
+    if request.nodes > 1 and request.rendezvous is None:
+        raise BadInput("several --nodes meet at one of them; give it as --rendezvous HOST:PORT")
+    if request.nodes == 1 and request.rendezvous is not None:
+        raise BadInput("--rendezvous is for several machines; say how many with --nodes")
+
+
 def launch_on_several_machines(request: Request, launcher_options: list[str]) -> int:
     """Start this machine's ranks; they meet the others', and then read the command line again.
 
     No machine knows which of them is the first before they have met, so none prepares anything.
     """
-    if request.rendezvous is None:
-        raise BadInput("several --nodes meet at one of them; give it as --rendezvous HOST:PORT")
     ranks = build_options(given_values(request), "command line").ranks
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", request.rendezvous]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(request.rendezvous)]
     command = ["-m", "fullshard.cli.main", *sys.argv[1:]]
     return launch(
         ranks or default_ranks(),
@@ -132,7 +143,7 @@ def check_same_model(folder: RunFolder, options: Options) -> None:
     try:
         saved = fullshard.latest(folder.checkpoints)
     except fullshard.CheckpointError as damage:
-        raise BadInput(str(damage)) from None
+        raise damaged(damage) from None
     if saved is None:
         return
     for name, wanted in model_facts(options).items():

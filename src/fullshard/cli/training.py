@@ -28,6 +28,7 @@ from .measure import Measured, watch_step
 from .model import GPT, initialize, next_token_loss
 from .options import Options
 from .prediction import gpt_subject, predict_memory
+from .problems import BadInput
 from .rates import learning_rate
 from .reports import Progress, reporter_for
 from .run_folder import RunFolder
@@ -214,6 +215,13 @@ def load(
         return fullshard.load(folder.checkpoints, model, optimizer).step
     except FileNotFoundError:
         return 0
+    except fullshard.CheckpointError as damage:
+        raise damaged(damage) from None
+
+
+def damaged(damage: fullshard.CheckpointError) -> BadInput:
+    """What to do about a checkpoint that cannot be loaded."""
+    return BadInput(f"{damage}; remove its folder to continue from the checkpoint before it")
 
 
 def model_facts(options: Options) -> dict[str, int]:

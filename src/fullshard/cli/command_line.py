@@ -1,0 +1,57 @@
+"""Calling the command: bad input is answered in one line, and no command with a list of them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import signal
+import sys
+from typing import Any
+
+import typer
+
+from .options import nearest
+from .problems import BadInput
+
+try:
+    from typer import TyperException as CommandLineProblem
+except ImportError:  # an older typer, which has it from click
+    from click import ClickException as CommandLineProblem  # type: ignore
+
+__all__ = ["call", "show_help_or_version"]
+
+
+def call(app: typer.Typer) -> int:
+    """Run the command line of this process; returns its exit status, 2 for bad input."""
+    try:
+        return int(app(prog_name="fullshard", standalone_mode=False) or 0)
+    except BadInput as problem:
+        line = str(problem)
+    except CommandLineProblem as problem:
+        line = _in_one_line(problem)
+    except typer.Abort:
+        return 128 + signal.SIGINT
+    print(f"fullshard: {line}", file=sys.stderr)
+    return 2
+
+
+def show_help_or_version(context: typer.Context, version: bool) -> None:
+    """Where no command was given, say which there are, or the versions if they were asked for."""
+    if version:
+        versions = (f"{name} {importlib.metadata.version(name)}" for name in ("fullshard", "torch"))
+        typer.echo(", ".join(versions))
+        raise typer.Exit()
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit()
+
+
+def _in_one_line(problem: Any) -> str:
+    """What typer has to say, with the nearest name where a flag does not exist."""
+    context = getattr(problem, "ctx", None)
+    given = getattr(problem, "option_name", None)
+    if context is None:
+        return str(problem.format_message())
+    if type(problem).__name__ == "NoSuchOption" and given:
+        known = [flag for parameter in context.command.params for flag in parameter.opts]
+        return f"there is no option {given!r}{nearest(given, known)}"
+    return f"{problem.format_message().rstrip('.')}; see {context.command_path} --help"
