@@ -139,13 +139,28 @@ def test_a_damaged_checkpoint_is_refused_with_its_file(complete: Path, tmp_path:
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
-    metrics = (tmp_path / "damaged" / "metrics.jsonl").read_bytes()
+    files = [tmp_path / "damaged" / name for name in ("metrics.jsonl", "config.toml")]
+    before = [file.read_bytes() for file in files]
 
+    prepare(Request({"steps": 99}, name="damaged", runs=tmp_path, resume=True), ranks=2)
     with pytest.raises(BaseException, match="remove its folder to continue") as caught:
         run(tmp_path / "damaged", resume=True)
 
     assert f"BadInput: {largest} is damaged" in str(caught.value)
-    assert (tmp_path / "damaged" / "metrics.jsonl").read_bytes() == metrics
+    assert [file.read_bytes() for file in files] == before
+
+
+def test_options_given_to_a_resumed_run_are_kept_once_its_checkpoint_is_loaded(
+    complete: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(complete, tmp_path / "longer")
+    folder = RunFolder(tmp_path / "longer")
+
+    run(folder.path, resume=True, steps=9)
+
+    assert folder.values()["steps"] == 9
+    assert [metrics["step"] for metrics in folder.read_metrics()] == list(range(1, 10))
+    assert not folder.proposed.exists()
 
 
 def test_a_resumed_run_on_the_same_ranks_is_the_same_to_the_bit(

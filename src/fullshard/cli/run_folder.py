@@ -22,6 +22,8 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.toml"
+        #: Options of a run that is to continue, until its checkpoint is loaded.
+        self.proposed = path / "config.proposed.toml"
         self.metrics = path / "metrics.jsonl"
         self.picture = path / "loss.png"
         self.sample = path / "sample.txt"
@@ -33,16 +35,30 @@ class RunFolder:
         return read_values(self.config)
 
     def options(self) -> Options:
-        """The same, as options."""
-        return build_options(self.values(), str(self.config))
+        """The options to train with."""
+        source = self.proposed if self.proposed.exists() else self.config
+        return build_options(read_values(source), str(source))
 
     def write_options(self, options: Options) -> None:
-        """Make the folder, if it is not there, and write the options down."""
+        """Make the folder, if it is not there, and write the options down.
+
+        Those that another run left stay until :meth:`accept_options`.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self.config.write_text(to_toml(options), encoding="utf-8")
+            target = self.proposed if self.config.exists() else self.config
+            target.write_text(to_toml(options), encoding="utf-8")
         except OSError as error:
             raise BadInput(f"{self.path} cannot be written: {error}; choose other --runs") from None
+
+    def accept_options(self) -> None:
+        """Let the proposed options be the run's."""
+        if self.proposed.exists():
+            self.proposed.replace(self.config)
+
+    def forget_proposed_options(self) -> None:
+        """Let the run's options stay what they were."""
+        self.proposed.unlink(missing_ok=True)
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         """One line of JSON."""

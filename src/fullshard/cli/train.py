@@ -59,7 +59,10 @@ def run_training(request: Request) -> int:
     command += ["--resume"] if request.resume else []
     ranks = ranks_here(options)
     print(f"fullshard train: starting {ranks} ranks", flush=True)
-    return launch(ranks, launcher_options, command)
+    try:
+        return launch(ranks, launcher_options, command)
+    finally:
+        folder.forget_proposed_options()
 
 
 def check_counts(request: Request) -> None:

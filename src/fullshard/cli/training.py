@@ -57,6 +57,7 @@ def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) 
 
     reporter = reporter_for(rank, options, folder)
     if rank == 0:
+        folder.accept_options()
         folder.forget_metrics_after(done)
         subject = gpt_subject(options)
         reporter.introduce(text, ranks, done, *predict_memory(subject, options, ranks, device))
