@@ -55,20 +55,32 @@ class Group:
         """Return when all ranks are known to do this next, with tensors of these sizes."""
         if self._agreement is not None:
             elements = sum(map(torch.Tensor.numel, tensors))
-            self._agreement.settle(Operation(verb, unit, elements))
+            self._settle(Operation(verb, unit, elements))
 
     def begin_pass(self, kind: str, unit: str) -> None:
         """Return when all ranks are known to begin this kind of pass."""
         if self._agreement is not None:
-            self._agreement.settle(Operation(kind, unit), begins_pass=True)
+            self._settle(Operation(kind, unit), begins_pass=True)
+
+    def _settle(self, operation: Operation, begins_pass: bool = False) -> None:
+        assert self._agreement is not None
+        try:
+            self._agreement.settle(operation, begins_pass)
+        except BaseException:
+            _stuck.append(self.group)
+            raise
 
     def wait(self, *works: Any) -> None:
         """Wait for what an operation started (on an accelerator: order the current stream)."""
-        for work in works:
-            if self._agreement is not None and self._gloo:
-                self._agreement.wait(work)
-            else:
-                work.wait()
+        try:
+            for work in works:
+                if self._agreement is not None and self._gloo:
+                    self._agreement.wait(work)
+                else:
+                    work.wait()
+        except BaseException:
+            _stuck.append(self.group)
+            raise
 
     def gather(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], unit: str
@@ -238,6 +250,10 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, or the real and imaginary parts of a complex one: backends sum real numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
+
+#: Process groups with operations that may never complete. To destroy one is to wait for them, so
+#: that the garbage collector would hang; they are kept for as long as the process lives.
+_stuck: list[Any] = []
 
 # Weak: the last unit that uses a process group lets it go, and with it the backend's threads.
 _groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
