@@ -84,13 +84,13 @@ def test_two_ranks_train_as_one_process(case: Case) -> None:
 
 
 @given(cases(PLAIN))
-@settings(max_examples=CASES)
+@settings(max_examples=CASES * 2 // 3)
 def test_three_ranks_train_as_one_process(case: Case) -> None:
     run_on_ranks(3, check_parity, case, timeout=20)
 
 
 @given(cases([*PLAIN, *HYBRID]))
-@settings(max_examples=CASES // 2)
+@settings(max_examples=CASES // 3)
 def test_four_ranks_train_as_one_process(case: Case) -> None:
     run_on_ranks(4, check_parity, case, timeout=30)
 

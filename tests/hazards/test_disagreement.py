@@ -258,7 +258,7 @@ def test_a_slow_rank_is_waited_for() -> None:
     model = wrapped("different", ShardingStrategy.FULL_SHARD)
     first = step(model)
     if dist.get_rank() == 1:
-        time.sleep(4)
+        time.sleep(3)
     step(model)
     with patience(0.2):
         if dist.get_rank() == 0:

@@ -42,7 +42,7 @@ def test_a_rank_that_runs_ahead_raises_at_its_next_operation() -> None:
     if dist.get_rank() == 0:
         # As known: starts without asking, then computes for as long as the others wait.
         agreement.settle(GATHERS[0])
-        time.sleep(6)
+        time.sleep(4.5)
     with pytest.raises(RanksDisagreeError, match=named):
         agreement.settle(GATHERS[1 if dist.get_rank() == 0 else 2])
     assert time.monotonic() - started < 10
@@ -53,7 +53,7 @@ def test_a_rank_that_computes_for_long_is_waited_for() -> None:
     agreement = agreement_with_answers()
     begin(agreement)
     if dist.get_rank() == 0:
-        time.sleep(5)
+        time.sleep(3)
     # Not the known order, so that all must meet; but all do the same.
     for operation in reversed(GATHERS):
         agreement.settle(operation)
