@@ -36,10 +36,15 @@ def begin(folder: Path, step: int) -> Path:
     return partial
 
 
+def final_place(partial: Path) -> Path:
+    """Where a checkpoint will be when it is complete."""
+    return partial.with_name(partial.name.removeprefix(PARTIAL))
+
+
 def commit(partial: Path, keep_last: int | None) -> Path:
     """Move a complete checkpoint in place, make it the newest, and remove those not to be kept."""
     folder = partial.parent
-    final = folder / partial.name.removeprefix(PARTIAL)
+    final = final_place(partial)
     _sync_folder(partial)
     os.rename(partial, final)
     _sync_folder(folder)

@@ -158,7 +158,7 @@ def _checked(extra: Mapping[str, Any] | None) -> dict[str, Any]:
 def _write(
     partial: Path, ranks: Ranks, manifest: Manifest, tensors: Tensors, keep_last: int | None
 ) -> Path:
-    final = partial.with_name(partial.name.removeprefix(folders.PARTIAL))
+    final = folders.final_place(partial)
 
     def complete(tables: dict[str, Table]) -> None:
         write_manifest(partial, Manifest(manifest.step, manifest.ranks, manifest.content, tables))
