@@ -71,7 +71,7 @@ PHASES: dict[str, tuple[str, ...]] = {
         "engine.schedule:Schedule._close",
     ),
     "stage": ("engine.unit:Unit.stage_gradients", "engine.gradients:stage"),
-    "reduce: streams": ("engine.unit:Unit.reduce_staged", "engine.unit:Unit.finish_reduce"),
+    "reduce: streams": ("engine.unit:Unit.reduce_staged", "engine.unit:Unit.free_reduce_buffers"),
     "reduce: average": ("engine.gradients:start_reduce", "engine.gradients:Reducing.finish"),
     "reduce: collective": (
         "engine.collectives:Group.start_reduce_scatter",

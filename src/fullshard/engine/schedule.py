@@ -2,8 +2,8 @@
 
 One schedule is shared by all units below a root. It moves units through their states (``unit.py``
 says how) and is told four things: a unit's forward begins and ends, a gradient reaches a unit's
-output, and all of a unit's gradients are there. On a CPU a reduce is carried out at the next of
-these events, not at once: by then autograd has let go of the full gradients, and the reduce's own
+output, and all of a unit's gradients are there. On a CPU a reduce is begun at the next of these
+events, not at once: by then autograd has let go of the full gradients, and the reduce's own
 memory takes their place.
 """
 
@@ -418,7 +418,7 @@ class Schedule:
             return
         if self._lines.runs_ahead:
             self._lines.compute_after_reduces()
-            unit.finish_reduce()
+            unit.free_reduce_buffers()
         elif unit.may_reduce_behind_compute:
             self._in_flight = unit
             unit.start_reduces()
@@ -459,7 +459,7 @@ class Schedule:
         if self._offloads:
             self._lines.host_after_reduces()
         for unit in reduced:
-            unit.finish_reduce()
+            unit.free_reduce_buffers()
             unit.settle_gradients()
         ballots = [ballot for unit in reduced if unit.ballots for ballot in unit.take_ballots()]
         if ballots:

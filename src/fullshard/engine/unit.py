@@ -463,7 +463,7 @@ class Unit:
                 staged.release()
                 self._undecided += flow.deliver(staged.handle, reduced, staged.absent)
 
-    def finish_reduce(self) -> None:
+    def free_reduce_buffers(self) -> None:
         """Free the reduce buffers; compute must be ordered behind the reduce."""
         for item in self._reducing:
             item.release()
