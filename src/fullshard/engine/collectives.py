@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .agreement import Operation, agreement_for
+from .started import Started, leave_time_at_exit
 
 # torch 2.13 renamed the flat collectives; 2.11 has only the old names, and both are methods of
 # a process group, so the warnings of the functions in torch.distributed are not in the way.
@@ -39,6 +40,8 @@ class Group:
         self._agreement = agreement_for(group) if isinstance(group, dist.ProcessGroup) else None
         self._gloo = "gloo" in _backend_name(group)
         self._from_each = [_broadcast_from(rank) for rank in range(self.size)] if self._gloo else []
+        if self._gloo:
+            leave_time_at_exit()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self
@@ -70,21 +73,22 @@ class Group:
             _stuck.append(self.group)
             raise
 
-    def wait(self, *works: Any) -> None:
-        """Wait for what an operation started (on an accelerator: order the current stream)."""
+    def wait(self, *operations: Started) -> None:
+        """Wait for what was started (on an accelerator: order the current stream)."""
         try:
-            for work in works:
+            for operation in operations:
                 if self._agreement is not None and self._gloo:
-                    self._agreement.wait(work)
+                    self._agreement.wait(operation.work)
+                    operation.let_go()
                 else:
-                    work.wait()
+                    operation.work.wait()
         except BaseException:
             _stuck.append(self.group)
             raise
 
     def gather(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], unit: str
-    ) -> list[Any]:
+    ) -> list[Started]:
         """Start filling each output with all ranks' inputs, in one launch."""
         self.agree("gather", unit, *outputs)
         if self._gloo and outputs[0].device.type != "cpu":
@@ -92,7 +96,7 @@ class Group:
             return list(map(self._gather_one, outputs, inputs))
         if self._gloo and self._is_worth_broadcasts(outputs):
             pairs = zip(outputs, inputs, strict=True)
-            return [work for pair in pairs for work in self._broadcast_pieces(*pair)]
+            return [started for pair in pairs for started in self._broadcast_pieces(*pair)]
         if len(outputs) == 1:
             return [self._gather_one(outputs[0], inputs[0])]
         if self._gloo:
@@ -100,15 +104,20 @@ class Group:
             outputs = [output.view(torch.uint8) for output in outputs]
             inputs = [piece.view(torch.uint8) for piece in inputs]
         if _NEW_NAMES:
-            return [self.group.all_gather_single_coalesced(list(outputs), list(inputs))]
-        return [self.group.allgather_into_tensor_coalesced(list(outputs), list(inputs))]
+            work = self.group.all_gather_single_coalesced(list(outputs), list(inputs))
+        else:
+            work = self.group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
+        return [self._started(work, *outputs, *inputs)]
 
-    def _gather_one(self, output: torch.Tensor, piece: torch.Tensor) -> Any:
+    def _gather_one(self, output: torch.Tensor, piece: torch.Tensor) -> Started:
         if self._gloo:
-            output, piece = as_real(output), as_real(piece)
+            output, piece = _own_alias(output), _own_alias(piece)
         if _NEW_NAMES:
-            return self.group.all_gather_single(output, piece)
-        return self.group._allgather_base(output, piece)
+            return self._started(self.group.all_gather_single(output, piece), output, piece)
+        return self._started(self.group._allgather_base(output, piece), output, piece)
+
+    def _started(self, work: Any, *tensors: torch.Tensor) -> Started:
+        return Started(work, tensors if self._gloo else ())
 
     def _is_worth_broadcasts(self, outputs: Sequence[torch.Tensor]) -> bool:
         """Whether every rank had better send its piece on its own.
@@ -119,13 +128,13 @@ class Group:
         nbytes = sum(output.nbytes for output in outputs)
         return self.size <= _BROADCASTING_RANKS and nbytes >= _BROADCAST_BYTES
 
-    def _broadcast_pieces(self, output: torch.Tensor, piece: torch.Tensor) -> list[Any]:
+    def _broadcast_pieces(self, output: torch.Tensor, piece: torch.Tensor) -> list[Started]:
         parts = output.view(torch.uint8).view(self.size, -1).unbind()
         mine = piece.view(torch.uint8)
         if mine.data_ptr() != parts[self.rank].data_ptr():
             parts[self.rank].copy_(mine)
         return [
-            self.group.broadcast([part], options)
+            Started(self.group.broadcast([part], options), [part])
             for part, options in zip(parts, self._from_each, strict=True)
         ]
 
@@ -136,8 +145,10 @@ class Group:
         self.agree("gather to the first rank", unit, piece)
         options = dist.GatherOptions()
         options.rootRank = 0
-        received = [list(outputs)] if self.rank == 0 else []
-        self.wait(self.group.gather(received, [piece], options))
+        received = list(map(_own_alias, outputs)) if self.rank == 0 else []
+        piece = _own_alias(piece)
+        work = self.group.gather([received] if self.rank == 0 else [], [piece], options)
+        self.wait(self._started(work, piece, *received))
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, unit: str) -> None:
         """Sum ``full`` over the ranks and leave this rank's slice in ``output``.
@@ -162,15 +173,16 @@ class Group:
         if self._gloo:
             received = torch.empty_like(full)
             work = self.group.alltoall_base(received, full, [], [])
-            return functools.partial(self._add_up, work, received, output)
+            started = Started(work, [received, full])
+            return functools.partial(self._add_up, started, received, output)
         if _NEW_NAMES:
             work = self.group.reduce_scatter_single(output, full)
         else:
             work = self.group._reduce_scatter_base(output, full)
-        return functools.partial(self.wait, work)
+        return functools.partial(self.wait, Started(work))
 
-    def _add_up(self, work: Any, received: torch.Tensor, output: torch.Tensor) -> None:
-        self.wait(work)
+    def _add_up(self, started: Started, received: torch.Tensor, output: torch.Tensor) -> None:
+        self.wait(started)
         chunks = received.view(self.size, -1)
         torch.add(chunks[0], chunks[1], out=output)
         for chunk in chunks[2:]:
@@ -187,7 +199,8 @@ class Group:
         if self.size == 1:
             return _nothing
         self.agree(verb, unit, tensor)
-        return functools.partial(self.wait, self.group.allreduce([as_real(tensor)]))
+        tensor = _own_alias(tensor)
+        return functools.partial(self.wait, self._started(self.group.allreduce([tensor]), tensor))
 
     def all_reduce_max(self, tensor: torch.Tensor, unit: str, verb: str = "maximum") -> None:
         """Replace ``tensor`` by its largest value over the ranks, in place."""
@@ -196,7 +209,8 @@ class Group:
         self.agree(verb, unit, tensor)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self.wait(self.group.allreduce([tensor], options))
+        tensor = _own_alias(tensor)
+        self.wait(self._started(self.group.allreduce([tensor], options), tensor))
 
     def broadcast(self, tensors: Sequence[torch.Tensor], unit: str) -> None:
         """Overwrite each tensor with that of the group's first rank."""
@@ -204,8 +218,8 @@ class Group:
             return
         self.agree("broadcast", unit, *tensors)
         options = _broadcast_from(0)
-        for tensor in tensors:
-            self.wait(self.group.broadcast([tensor], options))
+        for tensor in map(_own_alias, tensors):
+            self.wait(self._started(self.group.broadcast([tensor], options), tensor))
 
     def scatter_from_first(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], unit: str
@@ -214,8 +228,10 @@ class Group:
         self.agree("scatter from the first rank", unit, output)
         options = dist.ScatterOptions()
         options.rootRank = 0
-        sent = [list(inputs)] if self.rank == 0 else []
-        self.wait(self.group.scatter([output], sent, options))
+        sent = list(map(_own_alias, inputs)) if self.rank == 0 else []
+        output = _own_alias(output)
+        work = self.group.scatter([output], [sent] if self.rank == 0 else [], options)
+        self.wait(self._started(work, output, *sent))
 
     def gather_objects(self, value: Any, unit: str) -> list[Any]:
         """Every rank's ``value``. For small facts: they are pickled."""
@@ -249,6 +265,11 @@ def _nothing() -> None:
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, or the real and imaginary parts of a complex one: backends sum real numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _own_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as real numbers, in a tensor that nothing else holds."""
+    return as_real(tensor).detach()
 
 
 #: Process groups with operations that may never complete. To destroy one is to wait for them, so

@@ -1,0 +1,61 @@
+"""When an operation is over, no thread of the backend holds a tensor: see ``engine/started.py``."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from fullshard.engine.collectives import group_for
+from fullshard.engine.started import Started
+from fullshard.testing import ranks
+
+
+@ranks(2)
+def test_gloo_holds_nothing_that_was_waited_for() -> None:
+    group = group_for(dist.group.WORLD)
+    for _ in range(100):
+        started = group.gather([torch.empty(1 << 16)], [torch.rand(1 << 15)], "unit")
+        given = [tensor for operation in started for tensor in operation._tensors]
+        assert given
+        group.wait(*started)
+        assert [tensor._use_count() for tensor in given] == [1] * len(given)
+
+
+@ranks(2)
+def test_a_sum_holds_nothing_either() -> None:
+    group = group_for(dist.group.WORLD)
+    for _ in range(100):
+        full = torch.rand(1 << 16)
+        finish = group.start_reduce_scatter(torch.empty(1 << 15), full, "unit")
+        given = list(finish.args[0]._tensors)
+        finish()
+        assert given.pop()._use_count() == 1
+
+
+def test_a_thread_that_still_holds_a_tensor_is_waited_for() -> None:
+    tensor = torch.rand(4)
+    held = [tensor.view(2, 2)]
+    released = []
+
+    def release() -> None:
+        time.sleep(0.03)
+        released.append(True)
+        held.clear()
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    Started(None, [tensor]).let_go()
+    assert released
+    thread.join()
+
+
+def test_a_tensor_that_is_held_for_good_is_not_waited_for() -> None:
+    tensor = torch.rand(4)
+    view = tensor.view(2, 2)
+    start = time.monotonic()
+    Started(None, [tensor]).let_go()
+    assert time.monotonic() - start < 5
+    assert view._base is tensor
