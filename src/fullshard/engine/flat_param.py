@@ -17,9 +17,10 @@ from torch import nn
 from ..api import ShardingStrategy, adopt
 from .buffers import FullBuffer, StandingBuffer
 from .device import lines_for
+from .flattening import check_uniform, cuts, flat_stride, flattened, own_part
 from .layout import FlatParamShardMetadata, Layout, Piece, alignment_elements
 from .places import Place, find_places
-from .presence import Marks, marks_at, piece_starts
+from .presence import Marks, Presence
 from .tensor_parallel import Distribution, distributions_of, local_part
 
 #: Environment variables, by the names under which programs look them up.
@@ -27,9 +28,6 @@ _FSDP_SKIP_WRITEBACK_CHECK = "FSDP_SKIP_WRITEBACK_CHECK"
 _FSDP_USE_FULL_PREC_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 
 HandleShardingStrategy = ShardingStrategy
-
-#: Combinations of gradients that are there and not for which marks are kept.
-_PATTERNS_KEPT = 64
 
 
 class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
@@ -94,7 +92,7 @@ class FlatParamHandle:
         self.params = list(dict.fromkeys(params))
         if not self.params:
             raise ValueError("Cannot construct a FlatParamHandle with an empty parameter list")
-        _check_uniform(self.params, use_orig_params)
+        check_uniform(self.params, use_orig_params)
         self.module = fully_sharded_module
         self.device = device
         self.strategy = adopt(sharding_strategy, ShardingStrategy, "sharding_strategy")
@@ -109,7 +107,7 @@ class FlatParamHandle:
         self.rank: int = process_group.rank() if shards else 0
         self._mixed_precision = (mp_param_dtype, mp_reduce_dtype)
         self._buffers: dict[tuple[torch.dtype, bool], FullBuffer] = {}
-        self._marks: dict[tuple[bool, ...] | None, Marks] = {}
+        self._presence: Presence | None = None
         if places is None:
             places = find_places(fully_sharded_module, self.params)
         self.places = [places[p] for p in self.params]
@@ -118,8 +116,11 @@ class FlatParamHandle:
         self._set_dtypes(self.params[0].dtype)
         self.layout = self._pack(process_group.size() if shards else 1)
         self.pieces = self.layout.pieces(self.rank)
-        self._cut_sizes, self._cut_positions = self._cuts()
-        self._replace_originals(self._own_piece() if shard else self._flatten())
+        self._cut_sizes, self._cut_positions = cuts(self.pieces, self.layout.shard_numel)
+        if shard:
+            self._replace_originals(own_part(self.params, self.layout, self.pieces))
+        else:
+            self._replace_originals(flattened(self.params, self.layout))
         if shard:
             self.shard()
         else:
@@ -137,33 +138,10 @@ class FlatParamHandle:
         return Layout.pack(
             [places[0].path for places in self.places],
             [p.shape for p in self.params],
-            [_flat_stride(p) for p in self.params],
+            [flat_stride(p) for p in self.params],
             world_size=world_size,
             alignment=alignment,
         )
-
-    def _flatten(self) -> torch.Tensor:
-        """The whole buffer, filled from the original parameters."""
-        first = self.params[0]
-        with torch.no_grad():
-            flat = torch.zeros(self.layout.padded_numel, dtype=first.dtype, device=first.device)
-            for slot, parameter in zip(self.layout.slots, self.params, strict=True):
-                flat.as_strided(slot.shape, slot.stride, slot.offset).copy_(parameter)
-        return flat
-
-    def _own_piece(self) -> torch.Tensor:
-        """This rank's part of it: the whole buffer would take as much again as the originals."""
-        first = self.params[0]
-        shard = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=first.device)
-        for slot, piece, parameter in zip(self.layout.slots, self.pieces, self.params, strict=True):
-            if piece.numel:
-                dense = parameter.detach()
-                if dense.stride() != slot.stride:
-                    dense = dense.contiguous()
-                elements = dense.as_strided((slot.numel,), (1,), dense.storage_offset())
-                mine = elements[piece.start : piece.start + piece.numel]
-                shard[piece.offset : piece.offset + piece.numel] = mine
-        return shard
 
     def _replace_originals(self, flat: torch.Tensor) -> None:
         self.shard_tensor = flat
@@ -177,20 +155,6 @@ class FlatParamHandle:
             self.module.register_parameter("_flat_param", self.flat_param)
             # The originals are gone; holding them would hold the whole model's memory.
             self.params = []
-
-    def _cuts(self) -> tuple[list[int], list[tuple[int, int]]]:
-        """Sizes that cut a shard at its pieces' ends, and which part belongs to which parameter."""
-        sizes: list[int] = []
-        positions: list[tuple[int, int]] = []
-        position = 0
-        for index, piece in enumerate(self.pieces):
-            if piece.in_shard:
-                sizes.append(piece.offset - position)
-                positions.append((index, len(sizes)))
-                sizes.append(piece.numel)
-                position = piece.offset + piece.numel
-        sizes.append(self.layout.shard_numel - position)
-        return sizes, positions
 
     def _describe(self) -> None:
         flat: Any = self.flat_param
@@ -392,17 +356,13 @@ class FlatParamHandle:
     def forget_buffers(self) -> None:
         """Make new buffers at the next use."""
         self._buffers.clear()
-        self._marks.clear()
+        self._presence = None
 
     def presence(self, present: tuple[bool, ...] | None) -> Marks:
         """Where to mark the gradients that are ``present``; None for all of them."""
-        marks = self._marks.get(present)
-        if marks is None:
-            if len(self._marks) >= _PATTERNS_KEPT:
-                self._marks.clear()
-            starts = piece_starts(self.layout, present)
-            marks = self._marks[present] = marks_at(starts, self.dtypes.reduce, self.device)
-        return marks
+        if self._presence is None:
+            self._presence = Presence(self.layout, self.dtypes.reduce, self.device)
+        return self._presence.marks(present)
 
     def gather_input(self, buffer: FullBuffer) -> torch.Tensor:
         """What this rank contributes to a gather into ``buffer``, in its dtype, on its device."""
@@ -438,30 +398,23 @@ class FlatParamHandle:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a handle is, without the views and buffers that follow from it."""
-        derived = ("_buffers", "_marks", "sharded", "_containers", "_keys", "_visible", "watched")
+        derived = (
+            "_buffers",
+            "_presence",
+            "sharded",
+            "_containers",
+            "_keys",
+            "_visible",
+            "watched",
+        )
         return {key: value for key, value in self.__dict__.items() if key not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._buffers = {}
-        self._marks = {}
+        self._presence = None
         self.flat_param.data = self.shard_tensor
         self.rebind()
-
-
-def _check_uniform(params: Sequence[nn.Parameter], use_orig_params: bool) -> None:
-    dtypes = {p.dtype for p in params}
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"Must flatten tensors with uniform dtype but got {sorted(map(str, dtypes))}"
-        )
-    if not use_orig_params:
-        if len({p.requires_grad for p in params}) > 1:
-            raise ValueError(
-                "Must flatten tensors with uniform requires_grad when use_orig_params=False"
-            )
-        if not params[0].dtype.is_floating_point and not params[0].dtype.is_complex:
-            raise ValueError("Cannot flatten integer dtype tensors")
 
 
 def check_shape(what: str, where: Any, expected: torch.Tensor, given: torch.Tensor) -> None:
@@ -473,17 +426,3 @@ def check_shape(what: str, where: Any, expected: torch.Tensor, given: torch.Tens
             f"Expects {expected.shape} but got {given.shape} for {path}: outside forward a rank "
             "may replace its own piece only; use summon_full_params to change whole parameters"
         )
-
-
-def _flat_stride(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The stride under which the flattened parameter is seen: channels_last is kept."""
-    for dimensions, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if (
-            parameter.dim() == dimensions
-            and parameter.is_contiguous(memory_format=memory_format)
-            and not parameter.is_contiguous()
-        ):
-            return parameter.stride()
-    if parameter.is_contiguous():
-        return parameter.stride()
-    return torch.empty(parameter.shape, device="meta").stride()

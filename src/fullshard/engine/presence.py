@@ -12,6 +12,9 @@ import torch
 
 from .layout import Layout
 
+#: Combinations of gradients that are there and not for which a group keeps marks.
+_PATTERNS_KEPT = 64
+
 
 class Marks:
     """Indices into a whole flat buffer, and as many zeros to add there."""
@@ -23,10 +26,30 @@ class Marks:
         self.zeros = torch.zeros((), dtype=dtype, device=device).expand(len(starts))
 
 
+class Presence:
+    """The marks of one group, by which of its gradients are there."""
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        self._layout = layout
+        self._dtype = dtype
+        self._device = device
+        self._by_pattern: dict[tuple[bool, ...] | None, Marks] = {}
+
+    def marks(self, present: tuple[bool, ...] | None) -> Marks:
+        """Where to mark the gradients that are ``present``; None for all of them."""
+        marks = self._by_pattern.get(present)
+        if marks is None:
+            if len(self._by_pattern) >= _PATTERNS_KEPT:
+                self._by_pattern.clear()
+            starts = piece_starts(self._layout, present)
+            marks = self._by_pattern[present] = _marks_at(starts, self._dtype, self._device)
+        return marks
+
+
 _known: weakref.WeakValueDictionary[tuple[object, ...], Marks] = weakref.WeakValueDictionary()
 
 
-def marks_at(starts: Sequence[int], dtype: torch.dtype, device: torch.device) -> Marks:
+def _marks_at(starts: Sequence[int], dtype: torch.dtype, device: torch.device) -> Marks:
     """The marks at these places; the same object for all who ask for the same."""
     key = (tuple(starts), dtype, device)
     marks = _known.get(key)

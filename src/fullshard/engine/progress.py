@@ -1,4 +1,4 @@
-"""How far each unit is in the running step: what ``schedule.py`` keeps per unit and per forward."""
+"""How far each unit is in the running step: what is kept per unit and per forward."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Progress:
         self.side_outputs: list[tuple[nn.Module, str]] | None = None
         #: The graph task in which a gradient reached the unit's output; None when closed.
         self.task: int | None = None
-        #: Calls whose outputs were reached and whose inputs were not, see ``Schedule._close``.
+        #: Calls whose outputs were reached and whose inputs were not, see ``Backward._close``.
         self.open_calls = 0
         #: Whether the unit may need its parameters after its own gradients are there: its inputs'
         #: gradients tell when it is done. None until its first forward was looked at.
@@ -55,3 +55,8 @@ class Progress:
         self.held = False
         #: When the unit's last forward began, in autograd's numbers.
         self.birth = 0
+
+    def close(self) -> None:
+        """The unit's backward is over."""
+        self.task = None
+        self.open_calls = 0

@@ -18,6 +18,10 @@ _PAUSE = 2e-5
 _AT_EXIT = 0.02
 
 
+#: Operations that failed, with the memory they may still touch: it is never freed.
+lost: list[Any] = []
+
+
 class Started:
     """A collective that a backend works on, with the tensors it was given.
 

@@ -1,6 +1,7 @@
 """A unit: one wrapped module, its groups, and how they change between sharded and gathered.
 
-The unit knows *how*; ``schedule.py`` decides *when*. Its state is one of
+The unit knows *how*; ``schedule.py`` decides *when*. What becomes of its gradients is known by its
+``reduction``. Its state is one of
 
     SHARDED ──start_gather──▶ GATHERING ──finish_gather──▶ GATHERED ──release──▶ SHARDED
 
@@ -21,16 +22,14 @@ from torch import nn
 
 from ..api import HYBRID_STRATEGIES, BackwardPrefetch, MixedPrecision, ShardingStrategy
 from ..api import NO_RESHARD_AFTER_FORWARD_STRATEGIES as KEEPING_STRATEGIES
-from . import gradients as flow
 from .autograd import ParameterNode
 from .buffers import FullBuffer
 from .collectives import Group
-from .comm_hook import Ballot, CommHook, reduce_with_hook
 from .device import lines_for
 from .flat_param import FlatParamHandle
-
-#: Collectives that failed, with the memory they may still touch.
-_lost: list[Any] = []
+from .gradients import Gradients
+from .reduction import Reduction
+from .started import Started, lost
 
 
 class State(Enum):
@@ -92,17 +91,13 @@ class Unit:
         #: Whether backward reduces gradients (False inside ``no_sync``).
         self.synchronizes = True
         #: Called with all full gradients of the unit (one per parameter) when they are there.
-        self.on_gradients: Callable[[Unit, Sequence[flow.Gradients]], None] | None = None
+        self.on_gradients: Callable[[Unit, Sequence[Gradients]], None] | None = None
         #: The user's functions that are called before a forward of the unit.
         self.pre_hooks: Mapping[int, Any] = {}
-        #: What reduces gradients in place of the engine (``register_comm_hook``).
-        self.comm_hook: CommHook | None = None
-        #: What the ranks vote on at the end of a backward whose gradients a hook reduced.
-        self.ballots: list[Ballot] = []
-        self._works: list[Any] = []
+        self.reduction = Reduction(self)
+        self._gathers: list[Started] = []
         #: Whether the gather in flight fills a buffer without a collective.
         self._copies_shards = False
-        self._averages: dict[torch.dtype, flow.Average] = {}
         #: The full buffers in use, one per group; empty while sharded.
         self.gathered: list[FullBuffer] = []
         #: Whether full parameters are shown by ``summon_full_params``.
@@ -111,10 +106,6 @@ class Unit:
         self.summoned_everywhere = False
         self._nodes: dict[Any, tuple[ParameterNode | None, list[list[torch.Tensor]]]] = {}
         self._changes: list[int] = []
-        self._undecided: list[flow.Maybe] = []
-        self._staged: list[flow.Staged | flow.Own] = []
-        self._reducing: list[flow.Staged | flow.Own] = []
-        self._in_flight: list[flow.Reducing] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: what a unit is, without what it is in the middle of."""
@@ -122,16 +113,10 @@ class Unit:
             **self.__dict__,
             "on_gradients": None,
             "pre_hooks": {},
-            "ballots": [],
-            "_works": [],
-            "_averages": {},
+            "_gathers": [],
             "gathered": [],
             "_nodes": {},
             "_changes": [],
-            "_undecided": [],
-            "_staged": [],
-            "_reducing": [],
-            "_in_flight": [],
         }
 
     @property
@@ -196,7 +181,7 @@ class Unit:
                     inputs.append(handle.gather_input(buffer))
                     outputs.append(buffer.alias)
             if outputs:
-                self._works = self.shards.gather(outputs, inputs, self.name)
+                self._gathers = self.shards.gather(outputs, inputs, self.name)
         self.state = State.GATHERING
 
     def finish_gather(self) -> None:
@@ -207,7 +192,7 @@ class Unit:
             with self.lines.on_gather():
                 self._wait()
             self.lines.compute_after_gather()
-        elif self._works:
+        elif self._gathers:
             # Orders compute behind the collective, which was itself ordered behind its inputs.
             self._wait()
         self.state = State.GATHERED
@@ -228,12 +213,12 @@ class Unit:
         self.state = State.SHARDED
 
     def _wait(self) -> None:
-        works, self._works = self._works, []
+        gathers, self._gathers = self._gathers, []
         try:
-            self.shards.wait(*works)
+            self.shards.wait(*gathers)
         except BaseException:
             # The collective may still write into these buffers: let them go unfreed.
-            _lost.append((works, self.gathered))
+            lost.append((gathers, self.gathered))
             for handle in self.handles:
                 handle.forget_buffers()
             self.forget_views()
@@ -365,138 +350,3 @@ class Unit:
         for (group, index), output in zip(places, node.outputs, strict=True):
             tensors[group][index] = output
         return node, tensors
-
-    # -- gradients ----------------------------------------------------------------------------
-
-    def keep_gradients(self, gradients: Sequence[flow.Gradients]) -> None:
-        """Let gradients stay local and whole (``no_sync``)."""
-        for handle, full in zip(self.handles, gradients, strict=True):
-            if any(gradient is not None for gradient in full):
-                flow.keep_local(handle, full)
-
-    def stage_gradients(self, gradients: Sequence[flow.Gradients]) -> None:
-        """Copy full gradients into reduce buffers, so that autograd's own memory can go."""
-        for handle, full in zip(self.handles, gradients, strict=True):
-            trainable = handle.trainable
-            if not any(trainable):
-                continue
-            full = flow.take_local(handle, full)
-            if self._is_alone_with(handle):
-                own = flow.Own(handle, full)
-                if self.lines.runs_ahead:
-                    self._staged.append(own)
-                else:
-                    own.deliver()
-            else:
-                self._staged.append(flow.stage(handle, full, trainable))
-
-    def _is_alone_with(self, handle: FlatParamHandle) -> bool:
-        """Whether this rank's gradients are the result, as they are."""
-        alone = self.world_size == 1 and self.comm_hook is None
-        return alone and handle.use_orig_params and not handle.is_sharded
-
-    def stage_kept_gradients(self) -> None:
-        """Stage what ``no_sync`` left behind in a unit that this backward did not reach."""
-        if any(handle.local_gradients for handle in self.handles):
-            self.stage_gradients([[None] * len(handle.layout.slots) for handle in self.handles])
-
-    def reduce_staged(self) -> None:
-        """Reduce what is staged and put the result where the optimizer looks."""
-        lines = self.lines
-        staged, self._staged = self._staged, []
-        if not staged:
-            return
-        lines.reduce_after_compute()
-        # A hook of the user's may raise; after a failed collective, memory must not be freed.
-        self._reducing = staged if self.comm_hook is not None else []
-        with lines.on_reduce(), torch.no_grad():
-            for item in staged:
-                if isinstance(item, flow.Own):
-                    item.deliver()
-                    continue
-                reduced = self._reduce(item)
-                if not lines.runs_ahead:
-                    item.release()
-                undecided = flow.deliver(item.handle, reduced, item.absent)
-                if self.comm_hook is None:
-                    self._undecided += undecided
-                elif item.handle.use_orig_params:
-                    self.ballots.append(Ballot.of(item, self.shards, self.copies, undecided))
-        self._reducing = staged if lines.runs_ahead else []
-
-    def _reduce(self, item: flow.Staged) -> torch.Tensor:
-        if self.comm_hook is not None:
-            return reduce_with_hook(item, self.comm_hook, self.shards, self.copies, self.name)
-        return self._start_reduce(item).finish()
-
-    def _start_reduce(self, item: flow.Staged) -> flow.Reducing:
-        dtype = item.flat.dtype
-        average = self._averages.get(dtype)
-        if average is None:
-            average = self._averages[dtype] = flow.Average.over(self.shards, self.copies, dtype)
-        return flow.start_reduce(item, average, self.name)
-
-    @property
-    def may_reduce_behind_compute(self) -> bool:
-        """Whether a host may sum gradients while the next unit's backward computes.
-
-        That takes a second reduce buffer, which is much where full parameters come and go, and
-        little where they stay.
-        """
-        return not self.options.frees_after_forward and self.comm_hook is None
-
-    def start_reduces(self) -> None:
-        """Begin to reduce what is staged, behind what a host computes until it is finished."""
-        staged, self._staged = self._staged, []
-        with torch.no_grad():
-            for item in staged:
-                assert isinstance(item, flow.Staged)
-                self._in_flight.append(self._start_reduce(item))
-
-    def finish_reduces(self) -> None:
-        """Put what :meth:`start_reduces` began to reduce where the optimizer looks."""
-        with torch.no_grad():
-            # One by one: those that follow one that raises are still to be waited for.
-            while self._in_flight:
-                reducing = self._in_flight.pop(0)
-                staged, reduced = reducing.staged, reducing.finish()
-                staged.release()
-                self._undecided += flow.deliver(staged.handle, reduced, staged.absent)
-
-    def free_reduce_buffers(self) -> None:
-        """Free the reduce buffers; compute must be ordered behind the reduce."""
-        for item in self._reducing:
-            item.release()
-        self._reducing = []
-
-    def settle_gradients(self) -> None:
-        """Decide on gradients that only other ranks may have."""
-        undecided, self._undecided = self._undecided, []
-        flow.settle(undecided)
-
-    def take_ballots(self) -> list[Ballot]:
-        """What the ranks have to vote on, once."""
-        ballots, self.ballots = self.ballots, []
-        return ballots
-
-    def run_gradient_hooks(self) -> None:
-        """Call the user's hooks on parameters whose reduced gradients are in place."""
-        for handle in self.handles:
-            flow.run_hooks(handle)
-
-    def drop_gradients(self) -> None:
-        """Forget what a broken-off backward left."""
-        in_flight, self._in_flight = self._in_flight, []
-        for reducing in in_flight:
-            try:
-                reducing.await_sum()
-            except BaseException:
-                # The collective may still touch this memory: let it go unfreed.
-                _lost.append(reducing)
-                reducing.staged.handle.forget_buffers()
-                self.forget_views()
-            else:
-                reducing.staged.release()
-        for item in (*self._staged, *self._reducing):
-            item.release()
-        self._staged, self._reducing, self._undecided, self.ballots = [], [], [], []

@@ -116,7 +116,7 @@ def register(units: Sequence[Unit], schedule: Schedule, state: object, hook: Hoo
     """Have ``hook`` reduce the gradients of ``units`` from now on."""
     if not callable(hook):
         raise ValueError(f"The communication hook must be callable but got {hook!r}")
-    if any(unit.comm_hook is not None for unit in units):
+    if any(unit.reduction.comm_hook is not None for unit in units):
         raise AssertionError("A communication hook is already registered")
     if not schedule.is_idle:
         raise RuntimeError(
@@ -127,7 +127,7 @@ def register(units: Sequence[Unit], schedule: Schedule, state: object, hook: Hoo
         _check_arguments(unit, hook)
     registered = CommHook(state, _adopt(hook))
     for unit in units:
-        unit.comm_hook = registered
+        unit.reduction.comm_hook = registered
 
 
 def _check_arguments(unit: Unit, hook: Hook) -> None:

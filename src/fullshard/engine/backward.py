@@ -1,0 +1,257 @@
+"""When things happen in a backward: what is gathered, reduced and freed, up to its end.
+
+A backward is told that a gradient reached a unit's output, that all of a unit's gradients are
+there, and that autograd has finished or failed. On a CPU a reduce is begun at the next of these
+events, not at once: by then autograd has let go of the full gradients, and the reduce's own
+memory takes their place.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..api import BackwardPrefetch
+from .autograd import BackwardEnd
+from .comm_hook import settle_by_vote
+from .device import HostLines
+from .gradients import Gradients
+from .progress import Call
+from .residents import Residents
+from .unit import State, Unit
+
+#: Passes without a backward after which their order is no longer kept for prefetching.
+_PASSES_KEPT = 64
+
+
+class Backward:
+    """Drives the units below a root from the outputs' gradients to the parameters'."""
+
+    def __init__(self, units: Sequence[Unit], residents: Residents, lines: HostLines) -> None:
+        self._residents = residents
+        self._progress = residents.progress
+        self._lines = lines
+        self._units = len(units)
+        self._offloads = any(handle.offload for unit in units for handle in unit.handles)
+        #: How many there have been: hooks and failures are told apart by it.
+        self._number = 0
+        self._creates_graph = False
+        self._since_pass = False
+        self._breaking_off = threading.RLock()
+        self._passed: list[tuple[Unit, bool]] = []
+        self._cursor = 0
+        #: The unit whose gradients are staged and, on a host, not yet reduced.
+        self._pending: Unit | None = None
+        #: The unit whose gradients a host reduces behind what it computes.
+        self._in_flight: Unit | None = None
+        self._reduced: dict[Unit, None] = {}
+        self._with_local_gradients: dict[Unit, None] = {}
+        for unit in units:
+            unit.on_gradients = self._on_gradients
+
+    @property
+    def is_running(self) -> bool:
+        return self._residents.in_backward
+
+    # -- what forward tells -------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """A forward begins, which a backward may follow."""
+        if self._since_pass or len(self._passed) > _PASSES_KEPT * self._units:
+            self._passed.clear()
+            self._since_pass = False
+        self._cursor = len(self._passed)
+
+    def expect(self, unit: Unit, exact: bool) -> None:
+        """A unit has run, and a backward will come through it; last come, first reached."""
+        self._passed.append((unit, exact))
+
+    # -- what autograd tells ------------------------------------------------------------------
+
+    def on_output_gradient(self, unit: Unit, exact: bool, call: Call | None, _: Any) -> None:
+        """A gradient reached an output of the unit: it needs its parameters."""
+        self._enter()
+        if not self._lines.runs_ahead:
+            self._carry_out_reduce()
+        progress = self._progress[unit]
+        if call is not None and call.reached_in != self._number:
+            call.reached_in = self._number
+            progress.open_calls += 1
+        if progress.task is not None and unit.shows_full and unit.exact == exact:
+            return
+        progress.task = torch._C._current_graph_task_id()
+        if progress.asked_for is not None:
+            # Shown by the user's own wish, maybe as plain tensors: that is no change.
+            unit.show_sharded()
+        if unit.shows_full and unit.state is State.GATHERED and unit.exact == exact:
+            _check_unchanged(unit)
+        self._residents.gather(unit, exact)
+        unit.show_full(tracked=True)
+        if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            self._prefetch(unit)
+
+    def on_input_gradients(self, unit: Unit, call: Call, _: Any) -> None:
+        """The gradients of a forward's inputs are there: nothing of it is left to compute."""
+        if call.reached_in == self._number and self.is_running:
+            call.reached_in = -1
+            progress = self._progress[unit]
+            progress.open_calls -= 1
+            if progress.open_calls == 0:
+                self._close(unit)
+
+    def _on_gradients(self, unit: Unit, gradients: Sequence[Gradients]) -> None:
+        self._enter()
+        if not torch.is_grad_enabled():
+            self._take_gradients(unit, gradients)
+            return
+        with torch.no_grad():
+            self._take_gradients(unit, gradients)
+
+    def _enter(self) -> None:
+        if not self.is_running:
+            self._residents.in_backward = True
+            self._since_pass = True
+            self._creates_graph = torch.is_grad_enabled()
+            self._number += 1
+            self._cursor = len(self._passed)
+            BackwardEnd(self._finish, functools.partial(self._break_off, self._number))
+
+    # -- in the middle ------------------------------------------------------------------------
+
+    def _take_gradients(self, unit: Unit, gradients: Sequence[Gradients]) -> None:
+        self._carry_out_reduce()
+        if self._in_flight is unit:
+            # A second part of the unit's gradients: its reduce buffer must be free again.
+            self._carry_out_reduce()
+        progress = self._progress[unit]
+        if progress.task is not None and progress.task != torch._C._current_graph_task_id():
+            # A reentrant checkpoint inside the unit: a part of its backward, in a graph of its
+            # own. More parts may follow, and they need the parameters.
+            progress.inputs_tell = True
+        elif progress.open_calls == 0 and not progress.held:
+            self._close(unit)
+        if unit.synchronizes:
+            self._with_local_gradients.pop(unit, None)
+            # First, so that what is staged when staging raises is dropped.
+            self._reduced[unit] = None
+            unit.reduction.stage(gradients)
+            self._pending = unit
+            if self._lines.runs_ahead:
+                unit.reduction.reduce()
+        else:
+            unit.reduction.keep_local(gradients)
+            self._with_local_gradients[unit] = None
+        if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            self._prefetch(unit)
+
+    def _close(self, unit: Unit) -> None:
+        """The unit's backward is over: its parameters are not needed any more."""
+        progress = self._progress[unit]
+        progress.close()
+        if self._creates_graph:
+            # Gradients that are differentiated again reach the parameters by ways of their own.
+            progress.pinned = True
+            unit.show_sharded()
+        elif not unit.synchronizes and unit.options.keeps_full_after_forward:
+            progress.kept = True
+            unit.show_sharded()
+        else:
+            self._residents.shelve(unit)
+
+    def _carry_out_reduce(self) -> None:
+        """Reduce what the last unit staged; on an accelerator, free what it reduced from.
+
+        There the reduce was given out at once, and had until now, the next unit's whole backward,
+        to overlap with.
+        """
+        unit, self._pending = self._pending, None
+        if self._in_flight is not None:
+            in_flight, self._in_flight = self._in_flight, None
+            in_flight.reduction.finish()
+        if unit is None:
+            return
+        if self._lines.runs_ahead:
+            self._lines.compute_after_reduces()
+            unit.reduction.free_buffers()
+        elif unit.reduction.may_run_behind_compute:
+            self._in_flight = unit
+            unit.reduction.start()
+        else:
+            unit.reduction.reduce()
+
+    def _prefetch(self, unit: Unit) -> None:
+        """Gather the unit that ran before ``unit`` in forward: it is next in backward."""
+        cursor = min(self._cursor, len(self._passed)) - 1
+        while cursor >= 0 and self._passed[cursor][0] is not unit:
+            cursor -= 1
+        if cursor >= 0:
+            self._cursor = cursor
+        if cursor >= 1:
+            self._residents.prefetch(*self._passed[cursor - 1])
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        self._carry_out_reduce()
+        if self._in_flight is not None:
+            self._carry_out_reduce()
+        for unit in [*self._with_local_gradients]:
+            if unit.synchronizes:
+                self._reduced[unit] = None
+                unit.reduction.stage_kept()
+                unit.reduction.reduce()
+                del self._with_local_gradients[unit]
+        self._lines.compute_after_reduces()
+        reduced = [unit.reduction for unit in self._reduced]
+        if self._offloads:
+            self._lines.host_after_reduces()
+        for reduction in reduced:
+            reduction.free_buffers()
+            reduction.settle()
+        ballots = [ballot for reduction in reduced for ballot in reduction.take_ballots()]
+        if ballots:
+            settle_by_vote(ballots)
+        self._reduced = {}
+        self._end()
+        for reduction in reduced:
+            reduction.run_hooks()
+
+    def break_off(self) -> None:
+        """Clean up after the last backward, if it raised and nobody has yet."""
+        self._break_off(self._number)
+
+    def _break_off(self, number: int) -> None:
+        """Clean up after one backward.
+
+        On a CPU autograd tells at once. An accelerator's backward thread may tell a moment after
+        the exception has reached the user, who may be here before it.
+        """
+        with self._breaking_off:
+            if not self.is_running or number != self._number:
+                return
+            # What is dropped may still be read by a reduce.
+            self._lines.compute_after_reduces()
+            for unit in self._reduced:
+                unit.reduction.drop()
+            self._pending = self._in_flight = None
+            self._reduced.clear()
+            self._end()
+
+    def _end(self) -> None:
+        self._residents.in_backward = False
+        self._residents.end_backward(self._creates_graph)
+        self._lines.settle()
+
+
+def _check_unchanged(unit: Unit) -> None:
+    if not unit.shows_what_it_gathered():
+        unit.forget_views()
+        raise AssertionError(
+            "FSDP does not support changing the parameters between forward and backward "
+            f"(unit {unit.name!r} under {unit.options.strategy}); change them after backward, "
+            "or use a strategy that frees parameters after forward"
+        )

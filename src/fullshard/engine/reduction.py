@@ -1,0 +1,183 @@
+"""What becomes of one unit's gradients: staged, reduced, put where the optimizer looks.
+
+The counterpart of ``unit.py``, which does the same for parameters; ``backward.py`` decides when,
+and ``gradients.py`` does it for one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import gradients as flow
+from .comm_hook import Ballot, CommHook, reduce_with_hook
+from .flat_param import FlatParamHandle
+from .started import lost
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+
+class Reduction:
+    """The way of a unit's gradients, and what is on it."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        #: What reduces gradients in place of the engine (``register_comm_hook``).
+        self.comm_hook: CommHook | None = None
+        #: What the ranks vote on at the end of a backward whose gradients a hook reduced.
+        self.ballots: list[Ballot] = []
+        self._averages: dict[torch.dtype, flow.Average] = {}
+        self._staged: list[flow.Staged | flow.Own] = []
+        #: What a device may still be reducing from.
+        self._reducing: list[flow.Staged | flow.Own] = []
+        #: What a host reduces behind what it computes.
+        self._in_flight: list[flow.Reducing] = []
+        self._undecided: list[flow.Maybe] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: nothing that is on the way."""
+        return {**vars(Reduction(self._unit)), "comm_hook": self.comm_hook}
+
+    # -- staging ------------------------------------------------------------------------------
+
+    def keep_local(self, gradients: Sequence[flow.Gradients]) -> None:
+        """Let gradients stay local and whole (``no_sync``)."""
+        for handle, full in zip(self._unit.handles, gradients, strict=True):
+            if any(gradient is not None for gradient in full):
+                flow.keep_local(handle, full)
+
+    def stage(self, gradients: Sequence[flow.Gradients]) -> None:
+        """Copy full gradients into reduce buffers, so that autograd's own memory can go."""
+        for handle, full in zip(self._unit.handles, gradients, strict=True):
+            trainable = handle.trainable
+            if not any(trainable):
+                continue
+            full = flow.take_local(handle, full)
+            if self._is_alone_with(handle):
+                own = flow.Own(handle, full)
+                if self._unit.lines.runs_ahead:
+                    self._staged.append(own)
+                else:
+                    own.deliver()
+            else:
+                self._staged.append(flow.stage(handle, full, trainable))
+
+    def _is_alone_with(self, handle: FlatParamHandle) -> bool:
+        """Whether this rank's gradients are the result, as they are."""
+        alone = self._unit.world_size == 1 and self.comm_hook is None
+        return alone and handle.use_orig_params and not handle.is_sharded
+
+    def stage_kept(self) -> None:
+        """Stage what ``no_sync`` left behind in a unit that this backward did not reach."""
+        handles = self._unit.handles
+        if any(handle.local_gradients for handle in handles):
+            self.stage([[None] * len(handle.layout.slots) for handle in handles])
+
+    # -- reducing -----------------------------------------------------------------------------
+
+    def reduce(self) -> None:
+        """Reduce what is staged and put the result where the optimizer looks."""
+        unit, lines = self._unit, self._unit.lines
+        staged, self._staged = self._staged, []
+        if not staged:
+            return
+        lines.reduce_after_compute()
+        # A hook of the user's may raise; after a failed collective, memory must not be freed.
+        self._reducing = staged if self.comm_hook is not None else []
+        with lines.on_reduce(), torch.no_grad():
+            for item in staged:
+                if isinstance(item, flow.Own):
+                    item.deliver()
+                    continue
+                reduced = self._reduce(item)
+                if not lines.runs_ahead:
+                    item.release()
+                undecided = flow.deliver(item.handle, reduced, item.absent)
+                if self.comm_hook is None:
+                    self._undecided += undecided
+                elif item.handle.use_orig_params:
+                    self.ballots.append(Ballot.of(item, unit.shards, unit.copies, undecided))
+        self._reducing = staged if lines.runs_ahead else []
+
+    def _reduce(self, item: flow.Staged) -> torch.Tensor:
+        unit = self._unit
+        if self.comm_hook is not None:
+            return reduce_with_hook(item, self.comm_hook, unit.shards, unit.copies, unit.name)
+        return self._start(item).finish()
+
+    def _start(self, item: flow.Staged) -> flow.Reducing:
+        unit, dtype = self._unit, item.flat.dtype
+        average = self._averages.get(dtype)
+        if average is None:
+            average = self._averages[dtype] = flow.Average.over(unit.shards, unit.copies, dtype)
+        return flow.start_reduce(item, average, unit.name)
+
+    @property
+    def may_run_behind_compute(self) -> bool:
+        """Whether a host may sum gradients while the next unit's backward computes.
+
+        That takes a second reduce buffer, which is much where full parameters come and go, and
+        little where they stay.
+        """
+        return not self._unit.options.frees_after_forward and self.comm_hook is None
+
+    def start(self) -> None:
+        """Begin to reduce what is staged, behind what a host computes until it is finished."""
+        staged, self._staged = self._staged, []
+        with torch.no_grad():
+            for item in staged:
+                assert isinstance(item, flow.Staged)
+                self._in_flight.append(self._start(item))
+
+    def finish(self) -> None:
+        """Put what :meth:`start` began to reduce where the optimizer looks."""
+        with torch.no_grad():
+            # One by one: those that follow one that raises are still to be waited for.
+            while self._in_flight:
+                reducing = self._in_flight.pop(0)
+                staged, reduced = reducing.staged, reducing.finish()
+                staged.release()
+                self._undecided += flow.deliver(staged.handle, reduced, staged.absent)
+
+    def free_buffers(self) -> None:
+        """Free the reduce buffers; compute must be ordered behind the reduce."""
+        for item in self._reducing:
+            item.release()
+        self._reducing = []
+
+    # -- the end of a backward ----------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Decide on gradients that only other ranks may have."""
+        undecided, self._undecided = self._undecided, []
+        flow.settle(undecided)
+
+    def take_ballots(self) -> list[Ballot]:
+        """What the ranks have to vote on, once."""
+        ballots, self.ballots = self.ballots, []
+        return ballots
+
+    def run_hooks(self) -> None:
+        """Call the user's hooks on parameters whose reduced gradients are in place."""
+        for handle in self._unit.handles:
+            flow.run_hooks(handle)
+
+    def drop(self) -> None:
+        """Forget what a broken-off backward left."""
+        in_flight, self._in_flight = self._in_flight, []
+        for reducing in in_flight:
+            try:
+                reducing.await_sum()
+            except BaseException:
+                # The collective may still touch this memory: let it go unfreed.
+                lost.append(reducing)
+                reducing.staged.handle.forget_buffers()
+                self._unit.forget_views()
+            else:
+                reducing.staged.release()
+        for item in (*self._staged, *self._reducing):
+            item.release()
+        self._staged, self._reducing, self._undecided, self.ballots = [], [], [], []

@@ -1,0 +1,104 @@
+"""Which units' full parameters are there, or on their way; and how each of them goes again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..api import BackwardPrefetch
+from .progress import Progress
+from .unit import State, Unit
+
+
+class Residents:
+    """Gathers units and shelves them, on the word of the forward and of the backward."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.progress = {unit: Progress() for unit in units}
+        #: Whether a backward is running; ``backward.py`` says so.
+        self.in_backward = False
+        #: The units that are not sharded, in the order in which they were gathered.
+        self._out: dict[Unit, None] = {}
+        self._kept_versions: list[int] | None = None
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._out
+
+    def all(self) -> list[Unit]:
+        """A copy, to be shelved from."""
+        return [*self._out]
+
+    def gather(self, unit: Unit, exact: bool) -> None:
+        """Have a unit's full parameters now, in the shards' precision if ``exact``."""
+        if unit.exact != exact and unit.state is not State.SHARDED:
+            self.shelve(unit)
+        unit.start_gather(exact)
+        unit.finish_gather()
+        progress = self.progress[unit]
+        progress.prefetched = progress.kept = False
+        progress.asked_for = None
+        self._out[unit] = None
+
+    def prefetch(self, unit: Unit, exact: bool) -> None:
+        """Begin to gather a unit that will probably be next."""
+        if unit.state is State.SHARDED:
+            unit.start_gather(exact)
+            self.progress[unit].prefetched = True
+            self._out[unit] = None
+
+    def drop_prefetched(self) -> None:
+        """Shelve the units that were gathered on a guess and not used."""
+        for unit in self.all():
+            if self.progress[unit].prefetched:
+                self.shelve(unit)
+
+    def abandon(self, unit: Unit) -> None:
+        """Shelve a unit whose full parameters the user may have changed after forward."""
+        try:
+            if unit.shows_full:
+                unit.keep_changes()
+        finally:
+            self.shelve(unit)
+
+    def shelve(self, unit: Unit) -> None:
+        """Back to sharded: what every unit is outside of its compute."""
+        progress = self.progress[unit]
+        progress.prefetched = progress.kept = progress.pinned = False
+        progress.asked_for = None
+        self._out.pop(unit, None)
+        unit.show_sharded()
+        options = unit.options
+        prefetches = options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+        unit.release(late=not (prefetches if self.in_backward else options.forward_prefetch))
+
+    def begin_pass(self) -> None:
+        """Of what was gathered before, leave what is still right.
+
+        The rest was gathered for a backward that has not come, and parameters may have changed.
+        """
+        changed = self._kept_versions is not None and self._kept_versions != self._versions()
+        self._kept_versions = None
+        for unit in self.all():
+            progress = self.progress[unit]
+            if progress.asked_for is not None:
+                stays = progress.asked_for == unit.versions()
+            else:
+                stays = (progress.kept or progress.pinned) and not changed
+            if not stays:
+                self.abandon(unit)
+
+    def end_backward(self, creates_graph: bool) -> None:
+        """Shelve everything but what a following backward is promised."""
+        for unit in self.all():
+            progress = self.progress[unit]
+            progress.close()
+            progress.held = False
+            if creates_graph and not progress.prefetched:
+                progress.pinned = True
+                unit.show_sharded()
+            elif not progress.kept:
+                self.shelve(unit)
+        self._kept_versions = self._versions() if self._out else None
+
+    def _versions(self) -> list[int]:
+        """Counts of in-place changes to the parameters, by which kept full ones are checked."""
+        return [version for unit in self.progress for version in unit.versions()]
