@@ -33,7 +33,7 @@ class Holder(nn.Module):
         return [weight.detach().clone() for weight in self._parameters.values()]
 
 
-@pytest.mark.parametrize("dtypes", itertools.permutations(DTYPES, 2))
+@pytest.mark.parametrize("dtypes", list(itertools.permutations(DTYPES, 2)))
 @pytest.mark.parametrize("count", [5, 20000])
 @ranks(2)
 def test_parameters_of_two_dtypes_are_gathered_bit_for_bit(
