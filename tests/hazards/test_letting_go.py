@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
+from fullshard.engine import started
 from fullshard.engine.collectives import group_for
 from fullshard.engine.started import Started
 from fullshard.testing import ranks
@@ -17,10 +19,10 @@ from fullshard.testing import ranks
 def test_gloo_holds_nothing_that_was_waited_for() -> None:
     group = group_for(dist.group.WORLD)
     for _ in range(100):
-        started = group.gather([torch.empty(1 << 16)], [torch.rand(1 << 15)], "unit")
-        given = [tensor for operation in started for tensor in operation._tensors]
+        gathers = group.gather([torch.empty(1 << 16)], [torch.rand(1 << 15)], "unit")
+        given = [tensor for operation in gathers for tensor in operation._tensors]
         assert given
-        group.wait(*started)
+        group.wait(*gathers)
         assert [tensor._use_count() for tensor in given] == [1] * len(given)
 
 
@@ -59,3 +61,31 @@ def test_a_tensor_that_is_held_for_good_is_not_waited_for() -> None:
     Started(None, [tensor]).let_go()
     assert time.monotonic() - start < 5
     assert view._base is tensor
+
+
+@ranks(2)
+def test_no_operation_waits_in_vain_for_gloo_to_let_go() -> None:
+    group, rank = group_for(dist.group.WORLD), dist.get_rank()
+    whole, part = torch.rand(8), torch.rand(4)
+    parts = [torch.empty(4), torch.empty(4)] if rank == 0 else []
+    operations = [
+        lambda: group.wait(*group.gather([whole, torch.empty(2)], [part, torch.rand(1)], "u")),
+        lambda: group.wait(*group.gather([whole], [part], "u")),
+        lambda: group.gather_to_first(parts, part, "u"),
+        lambda: group.scatter_from_first(part, parts, "u"),
+        lambda: group.reduce_scatter(part, whole, "u"),
+        lambda: group.all_reduce(whole, "u"),
+        lambda: group.all_reduce_max(whole, "u"),
+        lambda: group.broadcast([whole, part], "u"),
+    ]
+    for operation in operations:
+        operation()  # The ranks meet here once, in the store.
+    for operation in operations:
+        fastest = min(_seconds(operation) for _ in range(5))
+        assert fastest < started._PATIENCE / 2
+
+
+def _seconds(operation: Callable[[], None]) -> float:
+    start = time.monotonic()
+    operation()
+    return time.monotonic() - start

@@ -147,8 +147,11 @@ class Group:
         options.rootRank = 0
         received = list(map(_own_alias, outputs)) if self.rank == 0 else []
         piece = _own_alias(piece)
-        work = self.group.gather([received] if self.rank == 0 else [], [piece], options)
-        self.wait(self._started(work, piece, *received))
+        outputs_of_first = [received] if self.rank == 0 else []
+        # Not kept in a variable: nothing but what is waited for may hold the work.
+        self.wait(
+            self._started(self.group.gather(outputs_of_first, [piece], options), piece, *received)
+        )
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, unit: str) -> None:
         """Sum ``full`` over the ranks and leave this rank's slice in ``output``.
@@ -230,8 +233,10 @@ class Group:
         options.rootRank = 0
         sent = list(map(_own_alias, inputs)) if self.rank == 0 else []
         output = _own_alias(output)
-        work = self.group.scatter([output], [sent] if self.rank == 0 else [], options)
-        self.wait(self._started(work, output, *sent))
+        inputs_of_first = [sent] if self.rank == 0 else []
+        self.wait(
+            self._started(self.group.scatter([output], inputs_of_first, options), output, *sent)
+        )
 
     def gather_objects(self, value: Any, unit: str) -> list[Any]:
         """Every rank's ``value``. For small facts: they are pickled."""
