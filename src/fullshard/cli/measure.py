@@ -28,17 +28,19 @@ class Measured:
 def watch_step(device: torch.device, resting: Iterable[torch.Tensor]) -> Iterator[Measured]:
     """Measure the step inside the context, on top of the ``resting`` tensors that are there before.
 
-    On the host much else is in use, such as what libraries keep after their first call: the peak
-    is what the step adds to it, and the tensors that rest. Not to be used for the first step.
+    Much else is in use, such as what libraries keep after their first call (a GPU's for matrix
+    products: tens of MiB): the peak is what the step adds to it, and the tensors that rest on the
+    device. Not to be used for the first step.
     """
     measured = Measured()
+    at_rest = bytes_of(tensor for tensor in resting if tensor.device.type == device.type)
+    gc.collect()
     if device.type != "cpu":
         torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         yield measured
-        measured.peak = torch.cuda.max_memory_allocated(device)
+        measured.peak = torch.cuda.max_memory_allocated(device) - before + at_rest
         return
-    at_rest = bytes_of(resting)
-    gc.collect()
     before = _bytes_in_use()
     with _Sampling() as sampling:
         yield measured
