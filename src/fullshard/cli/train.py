@@ -84,7 +84,7 @@ def launch_on_several_machines(request: Request, launcher_options: list[str]) ->
     """
     ranks = build_options(given_values(request), "command line").ranks
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(request.rendezvous)]
-    command = ["-m", "fullshard.cli.main", *sys.argv[1:]]
+    command = ["-m", "fullshard.cli.on_rank", *sys.argv[1:]]
     return launch(
         ranks or default_ranks(),
         [*launcher_options, "--nnodes", str(request.nodes), *meeting],
@@ -95,7 +95,8 @@ def launch_on_several_machines(request: Request, launcher_options: list[str]) ->
 def train_as_rank(request: Request) -> None:
     """Train where the ranks are there already: under ``torchrun``, or on several machines.
 
-    Rank 0 prepares the folder, and tells the others.
+    Rank 0 prepares the folder, and tells the others; bad input is raised on all of them, because no
+    machine sees what is said on another.
     """
     start_rank(build_options(given_values(request), "command line"))
     told: list[Any] = [None]
@@ -106,7 +107,7 @@ def train_as_rank(request: Request) -> None:
             told = [problem]
     dist.broadcast_object_list(told)
     if isinstance(told[0], BadInput):
-        raise told[0] if dist.get_rank() == 0 else SystemExit(2)
+        raise told[0]
     options, folder = told[0]
     with StopRequest() as stop:
         train(options, folder, request.resume or was_restarted(), stop)
