@@ -134,7 +134,7 @@ def checked_value(name: str, value: Any, source: str) -> Any:
     if choices and value not in choices:
         raise BadInput(
             f"{source}: {name} expects one of {', '.join(choices)}, but got {value!r}"
-            f"{nearest(str(value), choices)}"
+            f"{_meant(str(value), choices)}"
         )
     if minimum is not None and not value >= minimum:
         raise BadInput(f"{source}: {name} expects {minimum:g} or more, but got {value!r}")
@@ -150,7 +150,10 @@ _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true o
 
 def nearest(given: str, known: Sequence[str]) -> str:
     """The end of a sentence about an unknown name: the one that was meant, probably, or all."""
+    return _meant(given, known) or f"; there are {', '.join(known)}"
+
+
+def _meant(given: str, known: Sequence[str]) -> str:
     alike = {name.replace("-", "_"): name for name in known}
     close = difflib.get_close_matches(given.replace("-", "_"), alike, n=1, cutoff=0.5)
-    found = [alike[name] for name in close]
-    return f"; did you mean {found[0]!r}?" if found else f"; there are {', '.join(known)}"
+    return f"; did you mean {alike[close[0]]!r}?" if close else ""

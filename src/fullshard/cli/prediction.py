@@ -17,7 +17,7 @@ from .model import GPT, next_token_loss
 from .options import Options
 from .sharding import checkpoint_units, compute_dtype, mixed_precision, wrap_policy
 
-__all__ = ["Subject", "gpt_subject", "predict_memory"]
+__all__ = ["Loss", "Subject", "gpt_subject", "predict_memory", "token_loss"]
 
 #: The loss of one backward of one rank: of a model, sequences, and tokens in each.
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
