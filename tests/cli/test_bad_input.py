@@ -93,10 +93,35 @@ def test_flags_with_values_that_cannot_be(refused) -> None:
     assert "steps expects 1 or more, but got 0" in refused("train", "--steps", "0")
 
 
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--steps", "many"], "steps expects a whole number, but got 'many'"),
+        (["--ranks", "1.5"], "ranks expects a whole number, but got '1.5'"),
+        (["--clip", ""], "clip expects a number, but got ''"),
+        (["--max-restarts", "x"], "max_restarts expects a whole number, but got 'x'"),
+        (["--nodes", "1e3"], "nodes expects a whole number, but got '1e3'"),
+        (["--offload=maybe"], "--offload is given without a value, but got '--offload=maybe'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_flags_of_another_kind_say_what_was_given(
+    refused, words: list[str], complaint: str
+) -> None:
+    assert complaint in refused("train", *words)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/tmp/x", "a\nb"])
+def test_names_that_lead_out_of_the_folder_of_runs(refused, name: str) -> None:
+    complaint = f"name expects the name of one folder, such as first-try, but got {name!r}"
+
+    assert complaint in refused("train", "--name", name)
+    assert complaint in refused("train", "--resume", "--name", name)
+
+
 def test_flags_and_commands_that_are_not_there(refused) -> None:
     assert "there is no option '--stepz'; did you mean '--steps'?" in refused("train", "--stepz=3")
     assert "did you mean '--save-every'?" in refused("train", "--save-evry", "3")
-    assert "Invalid value for '--steps'" in refused("train", "--steps", "many")
     assert "'--config' requires an argument" in refused("train", "--config")
     assert "unexpected extra argument" in refused("train", "more")
     assert "Did you mean 'train'" in refused("trian")

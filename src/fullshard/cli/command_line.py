@@ -57,9 +57,13 @@ def _in_one_line(problem: Any) -> str:
     """What typer has to say, with the nearest name where a flag does not exist."""
     context = getattr(problem, "ctx", None)
     given = getattr(problem, "option_name", None)
+    message = str(problem.format_message())
+    words = [word for word in sys.argv if given and word.startswith(f"{given}=")]
+    if words and "does not take a value" in message:
+        return f"{given} is given without a value, but got {words[0]!r}"
     if context is None:
-        return str(problem.format_message())
+        return message
     if type(problem).__name__ == "NoSuchOption" and given:
         known = [flag for parameter in context.command.params for flag in parameter.opts]
         return f"there is no option {given!r}{nearest(given, known)}"
-    return f"{problem.format_message().rstrip('.')}; see {context.command_path} --help"
+    return f"{message.rstrip('.')}; see {context.command_path} --help"

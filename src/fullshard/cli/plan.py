@@ -16,7 +16,7 @@ from fullshard.wrap.render import size_text
 
 from .checks import check_batch, check_size
 from .memory import Prediction
-from .options import Options, build_options
+from .options import COMMAND_LINE, Options, build_options
 from .own_model import own_subject, repeated_class
 from .prediction import gpt_subject, predict_memory
 from .problems import BadInput
@@ -24,7 +24,6 @@ from .problems import BadInput
 __all__ = ["DEVICES", "bytes_of_device", "plan"]
 
 _GIB = 1024**3
-_HERE = "command line"
 
 #: What devices have, as their makers say.
 DEVICES = {
@@ -50,7 +49,8 @@ def plan(values: Mapping[str, Any], device_memory: str | None) -> None:
     limit = bytes_of_device(device_memory) if device_memory is not None else None
     model = values.get("model", "")
     is_own = ":" in model
-    options = build_options({n: v for n, v in values.items() if n != "model" or not is_own}, _HERE)
+    known = {name: value for name, value in values.items() if name != "model" or not is_own}
+    options = build_options(known, COMMAND_LINE)
     ranks = options.ranks or torch.cuda.device_count() or 2
     check_batch(options, ranks)
     if is_own:
