@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,6 +86,20 @@ def test_freed_units_are_not_there_while_others_run_forward() -> None:
     assert kept.at_most.full_parameters == late.at_most.full_parameters == 160
 
 
+def test_a_reduce_behind_compute_is_there_while_the_next_unit_computes() -> None:
+    # The second unit's backward, at whose end its gradients are whole beside the first's reduce.
+    until_then = [*STEP[:9], Moment(Event.BACKWARD, "a", 0, 0, 0, peak_gradients=100)]
+    facts = Facts(Strategy.KEEPS_UNTIL_BACKWARD, ranks=2)
+
+    at_once = predict(UNITS, until_then, facts)
+    behind = predict(UNITS, until_then, replace(facts, reduces_behind_compute=True))
+    to_the_end = predict(UNITS, STEP, replace(facts, reduces_behind_compute=True))
+
+    assert at_once.at_most.whole_gradients == 60 + 60 + 30
+    assert behind.at_most.whole_gradients == 60 + 60 + 30 + 100
+    assert to_the_end.at_most.whole_gradients == 100 + 100 + 50
+
+
 def test_what_rests_on_the_host_is_not_counted_on_the_device() -> None:
     facts = Facts(Strategy.FREES_AFTER_FORWARD, ranks=2)
     offloaded = predict(UNITS, STEP, Facts(Strategy.FREES_AFTER_FORWARD, ranks=2, offloaded=True))
@@ -156,18 +171,20 @@ def measure(options: Options) -> int:
         # Few activations: parameters decide.
         {"width": 256, "batch": 4, "sequence": 32},
         {"width": 256, "batch": 4, "sequence": 32, "strategy": "shard_grad_op"},
+        {"width": 256, "batch": 4, "sequence": 32, "strategy": "no_shard"},
     ],
     ids=str,
 )
 def test_the_prediction_is_within_a_tenth_of_what_a_step_takes(given: dict[str, Any]) -> None:
     if device().type != "cpu":
         pytest.skip("several ranks share a GPU over gloo here, which takes memory of its own")
-    options = Options(**{"batch": 8, **given})
+    options = Options(**{"layers": 2, "batch": 4, **given})
 
     _, predicted = predict_memory(gpt_subject(options), options, 2, CPU)
     measured = max(run_on_ranks(2, measure, options))
 
-    assert predicted.total == pytest.approx(measured, rel=0.1)
+    # Half of what is promised: a part of the schedule that is not followed costs less than that.
+    assert predicted.total == pytest.approx(measured, rel=0.05)
 
 
 def test_a_rank_alone_is_predicted_too() -> None:

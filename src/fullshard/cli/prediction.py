@@ -78,6 +78,7 @@ def predict_memory(
         offloaded=options.offload and is_accelerator,
         accumulates=options.accumulate > 1,
         receives_whole=not is_accelerator,
+        reduces_behind_compute=is_accelerator or strategy is not Strategy.FREES_AFTER_FORWARD,
         frees_late=is_accelerator,
     )
     units = [_sizes(unit, options, facts) for unit in description.units]
