@@ -151,6 +151,9 @@ def test_programs_that_cannot_be_run(refused) -> None:
 
 def test_several_machines_need_a_place_to_meet(refused) -> None:
     assert "--rendezvous HOST:PORT" in refused("train", "--nodes", "2")
+    for place in ("machine", "machine:", ":29400", "machine:port", "machine:70000"):
+        line = refused("train", "--nodes", "2", "--rendezvous", place)
+        assert f"expects HOST:PORT, such as first-machine:29400, but got {place!r}" in line
 
 
 def test_plans_that_cannot_be(refused) -> None:

@@ -77,6 +77,16 @@ def check_counts(request: Request) -> None:
         raise BadInput("several --nodes meet at one of them; give it as --rendezvous HOST:PORT")
     if request.nodes == 1 and request.rendezvous is not None:
         raise BadInput("--rendezvous is for several machines; say how many with --nodes")
+    if request.rendezvous is not None and not _is_place(request.rendezvous):
+        raise BadInput(
+            f"--rendezvous expects HOST:PORT, such as first-machine:29400, but got "
+            f"{request.rendezvous!r}"
+        )
+
+
+def _is_place(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host.strip()) and port.isascii() and port.isdigit() and 0 < int(port) < 2**16
 
 
 def launch_on_several_machines(request: Request, launcher_options: list[str]) -> int:
