@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -92,10 +93,35 @@ def test_flags_with_values_that_cannot_be(refused) -> None:
     assert "steps expects 1 or more, but got 0" in refused("train", "--steps", "0")
 
 
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--steps", "many"], "steps expects a whole number, but got 'many'"),
+        (["--ranks", "1.5"], "ranks expects a whole number, but got '1.5'"),
+        (["--clip", ""], "clip expects a number, but got ''"),
+        (["--max-restarts", "x"], "max_restarts expects a whole number, but got 'x'"),
+        (["--nodes", "1e3"], "nodes expects a whole number, but got '1e3'"),
+        (["--offload=maybe"], "--offload is given without a value, but got '--offload=maybe'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_flags_of_another_kind_say_what_was_given(
+    refused, words: list[str], complaint: str
+) -> None:
+    assert complaint in refused("train", *words)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/tmp/x", "a\nb"])
+def test_names_that_lead_out_of_the_folder_of_runs(refused, name: str) -> None:
+    complaint = f"name expects the name of one folder, such as first-try, but got {name!r}"
+
+    assert complaint in refused("train", "--name", name)
+    assert complaint in refused("train", "--resume", "--name", name)
+
+
 def test_flags_and_commands_that_are_not_there(refused) -> None:
     assert "there is no option '--stepz'; did you mean '--steps'?" in refused("train", "--stepz=3")
     assert "did you mean '--save-every'?" in refused("train", "--save-evry", "3")
-    assert "Invalid value for '--steps'" in refused("train", "--steps", "many")
     assert "'--config' requires an argument" in refused("train", "--config")
     assert "unexpected extra argument" in refused("train", "more")
     assert "Did you mean 'train'" in refused("trian")
@@ -125,12 +151,99 @@ def test_programs_that_cannot_be_run(refused) -> None:
 
 def test_several_machines_need_a_place_to_meet(refused) -> None:
     assert "--rendezvous HOST:PORT" in refused("train", "--nodes", "2")
+    for place in ("machine", "machine:", ":29400", "machine:port", "machine:70000"):
+        line = refused("train", "--nodes", "2", "--rendezvous", place)
+        assert f"expects HOST:PORT, such as first-machine:29400, but got {place!r}" in line
 
 
 def test_plans_that_cannot_be(refused) -> None:
     assert "device-memory expects a size" in refused("plan", "--device-memory", "much")
     assert "No module named 'nowhere'" in refused("plan", "--model", "nowhere:build")
-    assert "Empty module name" in refused("plan", "--model", ":build")
-    assert "'sys:path' is of type list" in refused("plan", "--model", "sys:path")
+    assert "expects module:function, but got ':build'" in refused("plan", "--model", ":build")
+    assert "'sys:path' is no function but of type list" in refused("plan", "--model", "sys:path")
+    assert "'sys' has no 'nothing'" in refused("plan", "--model", "sys:nothing")
     assert "is not divided by 5 ranks" in refused("plan", "--ranks", "5")
     assert "did you mean 'tiny'" in refused("plan", "--model", "tinny")
+
+
+MODELS = """
+import sys
+from torch import nn, zeros
+
+def raises():
+    raise RuntimeError("not today.\\nAnd a second line.")
+
+def takes(more):
+    return nn.Linear(2, 2)
+
+def number():
+    return 3
+
+def exits():
+    sys.exit("enough")
+
+def several():
+    return nn.Linear(2, 2), None, None
+
+def trains_nothing():
+    return nn.ReLU()
+
+def takes_no_tokens():
+    return nn.Linear(2, 2)
+
+def loss_raises():
+    return nn.Linear(2, 2), lambda model, sequences, length: model(zeros(3)).sum()
+
+def loss_is_constant():
+    return nn.Linear(2, 2), lambda model, sequences, length: zeros(())
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "complaint"),
+    [
+        ("raises", "raised: RuntimeError: not today (models_to_refuse.py, line 6)\n"),
+        ("takes", "raised: TypeError: takes() missing 1 required positional argument: 'more'\n"),
+        ("number", "expects a function that returns a module, or a module and its loss, but "),
+        ("exits", "raised: SystemExit: enough (models_to_refuse.py, line 15)\n"),
+        ("several", "returned a tuple of Linear, NoneType, NoneType\n"),
+        ("trains_nothing", "returned a ReLU without parameters that require gradients\n"),
+        ("takes_no_tokens", "; return the model and loss(model, sequences, length)\n"),
+        ("loss_raises", "(models_to_refuse.py, line 27)\n"),
+        ("loss_is_constant", "but returned a tensor of shape (), without gradient\n"),
+    ],
+)
+def test_models_that_cannot_be_planned(
+    refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, complaint: str
+) -> None:
+    (tmp_path / "models_to_refuse.py").write_text(MODELS)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.delitem(sys.modules, "models_to_refuse", raising=False)
+
+    line = refused("plan", "--model", f"models_to_refuse:{function}")
+
+    assert f"models_to_refuse:{function}" in line
+    assert complaint in line
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("def build(:", "SyntaxError: invalid syntax (module_to_refuse.py, line 1)\n"),
+        ("import nowhere", "No module named 'nowhere' (module_to_refuse.py, line 1)\n"),
+        ("raise OSError('gone')", "OSError: gone (module_to_refuse.py, line 1)\n"),
+    ],
+)
+def test_modules_that_cannot_be_imported_are_not_planned(
+    refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, complaint: str
+) -> None:
+    (tmp_path / "module_to_refuse.py").write_text(text)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    importlib.invalidate_caches()
+
+    line = refused("plan", "--model", "module_to_refuse:build")
+
+    assert "'module_to_refuse' cannot be imported: " in line
+    assert complaint in line

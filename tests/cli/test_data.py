@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,7 @@ def test_text_files_are_read_in_order_and_others_are_not(tmp_path: Path) -> None
     (tmp_path / "c.bin").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "zero.txt").write_bytes(b"a\0b")
     (tmp_path / ".hidden").write_text("hidden")
+    os.mkfifo(tmp_path / "pipe")  # whoever reads from it waits for one who writes
 
     assert bytes(read_text(str(tmp_path)).bytes.tolist()) == b"first\nsecond"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.cli import attempts
 from fullshard.cli.launch import default_ranks, launch, threads_per_rank
 
 # Programs that do not import torch start within a tenth of a second.
@@ -51,6 +52,11 @@ while not mark.exists():
     time.sleep(0.01)
 time.sleep(0.2)
 raise RuntimeError("a consequence")
+"""
+FAIL_ONCE = """
+import os
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    raise OSError("once")
 """
 #: A launcher in a process of its own: ranks, launcher options, program.
 START = """
@@ -149,9 +155,7 @@ def test_other_ends_of_a_rank_are_told_and_end_the_others(
 def test_a_failed_attempt_is_told_when_it_fails_and_started_again(
     reports: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    text = "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise OSError('once')\n"
-
-    assert launch(1, ["--max-restarts", "1"], [script(reports, text + REPORT)]) == 0
+    assert launch(1, ["--max-restarts", "1"], [script(reports, FAIL_ONCE + REPORT)]) == 0
 
     assert read(reports, 1)[0]["TORCHELASTIC_RESTART_COUNT"] == "1"
     printed = capfd.readouterr().err
@@ -160,14 +164,35 @@ def test_a_failed_attempt_is_told_when_it_fails_and_started_again(
     assert printed.endswith("Starting again; 0 more restarts after this.\n")
 
 
-def test_bad_input_that_ranks_find_is_told_in_one_line(
-    reports: Path, capfd: pytest.CaptureFixture[str]
+def test_bad_input_that_ranks_find_is_told_in_one_line_and_tried_once(
+    reports: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    text = "from fullshard.cli.problems import BadInput\nraise BadInput('no such thing')\n"
+    monkeypatch.chdir(reports)
+    # What ``fullshard train --nodes`` starts: rank 0 finds out, and tells the others.
+    command = ["-m", "fullshard.cli.on_rank", "train", "--device", "cpu", "--data", "nowhere"]
 
-    assert launch(2, [], [script(reports, text)]) == 2
+    assert launch(2, ["--max-restarts", "3"], command) == 2
 
-    assert capfd.readouterr().err == "fullshard: no such thing\n"
+    expected = "data expects a folder with text files, but 'nowhere' is not a folder"
+    assert capfd.readouterr() == ("", f"fullshard: {expected}\n")
+    assert [*reports.iterdir()] == []
+
+
+@pytest.mark.parametrize("missing", ["_monitor_workers", "_remaining_restarts"])
+def test_a_torch_whose_agent_is_another_starts_ranks_again_all_the_same(
+    reports: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    missing: str,
+) -> None:
+    names = {"_LOOKS": "_monitor_workers", "_RESTARTS": "_remaining_restarts"}
+    for constant, name in names.items():
+        monkeypatch.setattr(attempts, constant, "_other" if name == missing else name)
+
+    assert launch(1, ["--max-restarts", "1"], [script(reports, FAIL_ONCE + REPORT)]) == 0
+
+    assert read(reports, 1)[0]["TORCHELASTIC_RESTART_COUNT"] == "1"
+    assert capfd.readouterr().err == ""
 
 
 def test_ctrl_c_ends_every_rank_and_shows_where_one_was(reports: Path) -> None:
@@ -205,11 +230,11 @@ def test_two_machines_meet_through_torchruns_own_options(reports: Path) -> None:
         port = free.getsockname()[1]
     options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
     program = script(reports, REPORT)
-    machines = [
-        subprocess.Popen([sys.executable, "-c", START, "1", *options, program]) for _ in range(2)
-    ]
+    other = subprocess.Popen([sys.executable, "-c", START, "1", *options, program])
 
-    assert [machine.wait(timeout=120) for machine in machines] == [0, 0]
+    assert launch(1, options, [program]) == 0
+
+    assert other.wait(timeout=120) == 0
     assert [facts["WORLD_SIZE"] for facts in read(reports, 2)] == ["2", "2"]
     assert [facts["LOCAL_RANK"] for facts in read(reports, 2)] == ["0", "0"]
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fullshard.cli.activations import record_step
 from fullshard.cli.data import Text
@@ -81,6 +86,20 @@ def test_freed_units_are_not_there_while_others_run_forward() -> None:
     assert kept.at_most.full_parameters == late.at_most.full_parameters == 160
 
 
+def test_a_reduce_behind_compute_is_there_while_the_next_unit_computes() -> None:
+    # The second unit's backward, at whose end its gradients are whole beside the first's reduce.
+    until_then = [*STEP[:9], Moment(Event.BACKWARD, "a", 0, 0, 0, peak_gradients=100)]
+    facts = Facts(Strategy.KEEPS_UNTIL_BACKWARD, ranks=2)
+
+    at_once = predict(UNITS, until_then, facts)
+    behind = predict(UNITS, until_then, replace(facts, reduces_behind_compute=True))
+    to_the_end = predict(UNITS, STEP, replace(facts, reduces_behind_compute=True))
+
+    assert at_once.at_most.whole_gradients == 60 + 60 + 30
+    assert behind.at_most.whole_gradients == 60 + 60 + 30 + 100
+    assert to_the_end.at_most.whole_gradients == 100 + 100 + 50
+
+
 def test_what_rests_on_the_host_is_not_counted_on_the_device() -> None:
     facts = Facts(Strategy.FREES_AFTER_FORWARD, ranks=2)
     offloaded = predict(UNITS, STEP, Facts(Strategy.FREES_AFTER_FORWARD, ranks=2, offloaded=True))
@@ -123,6 +142,8 @@ def measure(options: Options) -> int:
     for step in (1, 2):
         run_step(model, optimizer, text, options, step, device())
     peaks = []
+    # What is collected before every measured step is what the step before it left, and not torch.
+    gc.freeze()
     # Threads of gloo may hold memory for a moment longer: the least of three steps counts.
     for step in (3, 4, 5):
         state = [t for entry in optimizer.state.values() for t in entry.values()]
@@ -130,6 +151,7 @@ def measure(options: Options) -> int:
             run_step(model, optimizer, text, options, step, device())
         assert measured.peak is not None
         peaks.append(measured.peak)
+    gc.unfreeze()
     return min(peaks)
 
 
@@ -149,18 +171,20 @@ def measure(options: Options) -> int:
         # Few activations: parameters decide.
         {"width": 256, "batch": 4, "sequence": 32},
         {"width": 256, "batch": 4, "sequence": 32, "strategy": "shard_grad_op"},
+        {"width": 256, "batch": 4, "sequence": 32, "strategy": "no_shard"},
     ],
     ids=str,
 )
 def test_the_prediction_is_within_a_tenth_of_what_a_step_takes(given: dict[str, Any]) -> None:
     if device().type != "cpu":
         pytest.skip("several ranks share a GPU over gloo here, which takes memory of its own")
-    options = Options(**{"batch": 8, **given})
+    options = Options(**{"layers": 2, "batch": 4, **given})
 
     _, predicted = predict_memory(gpt_subject(options), options, 2, CPU)
     measured = max(run_on_ranks(2, measure, options))
 
-    assert predicted.total == pytest.approx(measured, rel=0.1)
+    # Half of what is promised: a part of the schedule that is not followed costs less than that.
+    assert predicted.total == pytest.approx(measured, rel=0.05)
 
 
 def test_a_rank_alone_is_predicted_too() -> None:
@@ -172,6 +196,58 @@ def test_a_rank_alone_is_predicted_too() -> None:
     (measured,) = run_on_ranks(1, measure, options)
 
     assert predicted.total == pytest.approx(measured, rel=0.1)
+
+
+class LiveTensors(TorchDispatchMode):
+    """The most bytes of tensors that were alive after an operation."""
+
+    def __init__(self, resting: list[torch.Tensor], ignored: torch.Tensor) -> None:
+        super().__init__()
+        self.peak = 0
+        self._ignored = ignored.untyped_storage().data_ptr()
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for tensor in resting:
+            self._remember(tensor)
+
+    def _remember(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = weakref.ref(storage)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._remember(leaf)
+        alive = [storage for storage in (ref() for ref in self._storages.values()) if storage]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in alive}
+        sizes.pop(self._ignored, None)
+        self.peak = max(self.peak, sum(sizes.values()))
+        return result
+
+
+def count_tensors(options: Options) -> int:
+    text = Text(bytes(range(256)) * 16, "all bytes")
+    model = build_model(options, CPU)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    run_step(model, optimizer, text, options, 1, CPU)
+    state = [t for entry in optimizer.state.values() for t in entry.values()]
+    with LiveTensors([*model.parameters(), *state], ignored=text.bytes) as alive:
+        run_step(model, optimizer, text, options, 2, CPU)
+    return alive.peak
+
+
+def test_of_a_very_small_model_the_tensors_are_predicted() -> None:
+    if device().type != "cpu":
+        pytest.skip("several ranks share a GPU over gloo here, which takes memory of its own")
+    # 5112 parameters: what the host's allocator says besides, autograd's nodes, is a fifth.
+    options = Options(layers=1, heads=1, width=8, sequence=16, batch=4, device="cpu")
+
+    _, predicted = predict_memory(gpt_subject(options), options, 2, CPU)
+    counted = max(run_on_ranks(2, count_tensors, options))
+
+    assert predicted.total == pytest.approx(counted, rel=0.01)
 
 
 def test_resting_memory_counts_a_storage_once() -> None:

@@ -22,8 +22,20 @@ def build():
 
     return model, loss
 
-def number():
-    return 3
+class Mixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linears = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+
+    def forward(self, x):
+        return x + self.linears(x)
+
+def mixers():
+    embedding, head = nn.Embedding(256, 8), nn.Linear(8, 256)
+    return nn.Sequential(embedding, nn.Sequential(*(Mixer() for _ in range(3))), head)
+
+def alone():
+    return nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))
 """
 
 
@@ -63,6 +75,32 @@ def test_a_model_of_your_own_is_planned(tmp_path: Path, monkeypatch: pytest.Monk
     # 2 x 512 x 4096 weights and their biases, in float32, half of them on each rank.
     assert rows(output)["parameter shards"][0] == "8.0 MiB"
     assert "Sequential of 4,198,912 parameters in 3 units" in output
+
+
+@pytest.mark.parametrize(
+    ("function", "units", "chosen"),
+    [
+        # Of linears and of what holds them, the latter: it has the same parameters, and is outside.
+        ("mixers", 4, "Without --wrap, a unit is a Mixer; others: --wrap CLASS,CLASS"),
+        ("build", 3, "Without --wrap, a unit is a Linear; others"),
+        ("alone", 1, "Without --wrap, nothing is repeated, so it is one unit; others"),
+    ],
+)
+def test_what_is_repeated_becomes_units_where_nothing_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, units: int, chosen: str
+) -> None:
+    (tmp_path / "own_model_to_plan.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    output = planned("--model", f"own_model_to_plan:{function}", "--batch", "2", "--ranks", "2")
+
+    assert f" in {units} units" in output
+    assert chosen in output
+    assert "Without --wrap" not in planned(
+        *("--model", f"own_model_to_plan:{function}", "--wrap", "none", "--batch", "2"),
+        *("--ranks", "2"),
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import signal
 import sys
 from typing import Any
@@ -17,21 +18,28 @@ try:
 except ImportError:  # an older typer, which has it from click
     from click import ClickException as CommandLineProblem  # type: ignore
 
-__all__ = ["call", "show_help_or_version"]
+__all__ = ["call", "run_command", "show_help_or_version"]
 
 
 def call(app: typer.Typer) -> int:
     """Run the command line of this process; returns its exit status, 2 for bad input."""
     try:
-        return int(app(prog_name="fullshard", standalone_mode=False) or 0)
+        return run_command(app)
     except BadInput as problem:
-        line = str(problem)
+        # Under torchrun all ranks have found out the same: one of them says so.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"fullshard: {problem}", file=sys.stderr)
+        return 2
+
+
+def run_command(app: typer.Typer) -> int:
+    """Run the command line of this process; returns its exit status, and raises bad input."""
+    try:
+        return int(app(prog_name="fullshard", standalone_mode=False) or 0)
     except CommandLineProblem as problem:
-        line = _in_one_line(problem)
+        raise BadInput(_in_one_line(problem)) from None
     except typer.Abort:
         return 128 + signal.SIGINT
-    print(f"fullshard: {line}", file=sys.stderr)
-    return 2
 
 
 def show_help_or_version(context: typer.Context, version: bool) -> None:
@@ -49,9 +57,13 @@ def _in_one_line(problem: Any) -> str:
     """What typer has to say, with the nearest name where a flag does not exist."""
     context = getattr(problem, "ctx", None)
     given = getattr(problem, "option_name", None)
+    message = str(problem.format_message())
+    words = [word for word in sys.argv if given and word.startswith(f"{given}=")]
+    if words and "does not take a value" in message:
+        return f"{given} is given without a value, but got {words[0]!r}"
     if context is None:
-        return str(problem.format_message())
+        return message
     if type(problem).__name__ == "NoSuchOption" and given:
         known = [flag for parameter in context.command.params for flag in parameter.opts]
         return f"there is no option {given!r}{nearest(given, known)}"
-    return f"{problem.format_message().rstrip('.')}; see {context.command_path} --help"
+    return f"{message.rstrip('.')}; see {context.command_path} --help"

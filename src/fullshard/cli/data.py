@@ -54,7 +54,7 @@ class Text:
 def read_text(folder: str) -> Text:
     """All text files below ``folder``, in order of their names; without one, Python's own sources.
 
-    A file is text if it is valid UTF-8 without zero bytes.
+    A file is text if it is valid UTF-8 without zero bytes. Pipes and devices are no files.
     """
     if not folder:
         library = Path(sysconfig.get_paths()["stdlib"])
@@ -83,7 +83,7 @@ def _join(files: Iterator[Path], limit: int) -> tuple[bytes, int]:
     parts: list[bytes] = []
     total = 0
     for file in files:
-        content = _text_in(file)
+        content = _text_in(file) if file.is_file() else b""
         if content:
             parts.append(content)
             total += len(content)

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import Options
+from .options import COMMAND_LINE, Options, wrong_kind
+from .problems import BadInput
 
-__all__ = ["with_option_flags"]
+__all__ = ["value_of", "with_option_flags"]
 
 
 def with_option_flags(
@@ -43,11 +44,28 @@ def with_option_flags(
     return decorate
 
 
+def value_of(option: str, kind: type) -> dict[str, Any]:
+    """What ``typer.Option`` is told, so that a word of another kind is refused as in a file."""
+
+    def parse(word: str) -> Any:
+        try:
+            return kind(word)
+        except ValueError:
+            raise BadInput(wrong_kind(COMMAND_LINE, option, kind, word)) from None
+
+    return {"parser": parse, "metavar": f"<{kind.__name__}>"}
+
+
 def _flag(field: dataclasses.Field[Any]) -> inspect.Parameter:
     shown = str(field.default) if field.default not in ("", 0, False) else None
     help = field.metadata["help"] + (f" [{shown}]" if shown else "")
-    option = typer.Option(help=help, show_default=False, rich_help_panel=field.metadata["group"])
     kind: Any = type(field.default)
+    option = typer.Option(
+        help=help,
+        show_default=False,
+        rich_help_panel=field.metadata["group"],
+        **(value_of(field.name, kind) if kind in (int, float) else {}),
+    )
     annotation: Any = Annotated[kind | None, option]
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation

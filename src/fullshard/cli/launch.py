@@ -1,7 +1,8 @@
 """Starting ranks through torch's elastic launcher, and ending them all when one fails.
 
 Every command that needs ranks goes through :func:`launch`. What the ranks themselves do first is
-in ``rank.py``; what is said about a failure is in ``failures.py``.
+in ``rank.py``; what is said about a failure is in ``failures.py``, and whether ranks are started
+again after one in ``attempts.py``.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
@@ -29,6 +28,7 @@ from torch.distributed.run import (
 )
 
 from . import rank
+from .attempts import attempts_watched
 from .failures import failures_of, interruptions_in, render
 
 __all__ = ["default_ranks", "launch"]
@@ -71,7 +71,7 @@ def launch(
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         rank.RANKS_PRINT: "1" if ranks_print else None,
     }
-    with _environment_defaults(environment), _quiet_launcher(), _attempts_told():
+    with _environment_defaults(environment), _quiet_launcher(), attempts_watched():
         config, program, program_arguments = config_from_args(arguments)
         try:
             elastic_launch(config=config, entrypoint=program)(*program_arguments)
@@ -151,26 +151,6 @@ def _environment_defaults(defaults: dict[str, str | None]) -> Iterator[None]:
     finally:
         for name in missing:
             del os.environ[name]
-
-
-@contextlib.contextmanager
-def _attempts_told() -> Iterator[None]:
-    """Say why ranks are started again, when they are: the launcher only raises at the very end."""
-    monitor = LocalElasticAgent._monitor_workers
-
-    def tell(agent: LocalElasticAgent, group: WorkerGroup) -> RunResult:
-        result = monitor(agent, group)
-        if result.is_failed() and agent._remaining_restarts > 0:
-            left = agent._remaining_restarts - 1
-            told = render(failures_of(result.failures))
-            print(f"{told}\nStarting again; {left} more restarts after this.", file=sys.stderr)
-        return result
-
-    LocalElasticAgent._monitor_workers = tell  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

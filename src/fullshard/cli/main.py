@@ -14,7 +14,7 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from fullshard.cli.command_line import call, show_help_or_version
-from fullshard.cli.flags import with_option_flags
+from fullshard.cli.flags import value_of, with_option_flags
 
 app = typer.Typer(
     help="Fully sharded data parallelism for PyTorch.",
@@ -63,9 +63,15 @@ def train(
         bool, typer.Option("--resume", help="Continue: --name, or the last.")
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option(help="Restarts after a failure, from the last checkpoint.")
+        int,
+        typer.Option(
+            help="Restarts after a failure, from the last checkpoint.",
+            **value_of("max_restarts", int),
+        ),
     ] = 0,
-    nodes: Annotated[int, typer.Option(help="Machines that take part.")] = 1,
+    nodes: Annotated[
+        int, typer.Option(help="Machines that take part.", **value_of("nodes", int))
+    ] = 1,
     rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT of one of them.")] = None,
 ) -> None:
     """Train a GPT, sharded, on text. Needs no arguments.

@@ -78,6 +78,8 @@ class Facts:
     accumulates: bool = False
     #: Over gloo a reduce receives into memory as large as what it sends.
     receives_whole: bool = True
+    #: Whether gradients are reduced while the next unit's backward computes.
+    reduces_behind_compute: bool = False
     #: On an accelerator a unit's memory is given back one unit late in forward.
     frees_late: bool = False
 
@@ -143,7 +145,9 @@ class _Walk:
     #: Units in the order in which their forward ended, which backward follows in reverse.
     passed: list[str] = field(default_factory=list)
     owed: str | None = None
+    #: The unit whose gradients are staged, and the one whose are being reduced.
     pending: UnitSizes | None = None
+    in_flight: UnitSizes | None = None
     gradients: int = 0
 
     def __post_init__(self) -> None:
@@ -160,8 +164,9 @@ class _Walk:
             self._carry_out_reduce(moment)
         if unit is not None:
             self._apply(moment, unit)
-        staged = self.pending.reduce_buffer if self.pending else 0
-        self._consider(moment.peak_tensors, moment.peak_gradients + staged, moment)
+        waiting = self.pending.reduce_buffer if self.pending else 0
+        waiting += self._reduce_memory(self.in_flight) if self.in_flight else 0
+        self._consider(moment.peak_tensors, moment.peak_gradients + waiting, moment)
 
     def _apply(self, moment: Moment, unit: UnitSizes) -> None:
         is_root = moment.unit == ""
@@ -197,16 +202,28 @@ class _Walk:
             self.owed = None
 
     def _carry_out_reduce(self, moment: Moment) -> None:
+        if self.in_flight is not None:
+            self._finish_reduce(self.in_flight)
+            self.in_flight = None
         unit, self.pending = self.pending, None
         if unit is None:
             return
-        in_flight = unit.reduce_buffer
-        if self.facts.strategy is not Strategy.NOT_SHARDED:
-            received = unit.reduce_buffer if self.facts.receives_whole else 0
-            in_flight += received + unit.reduced
-        self._consider(moment.tensors, moment.gradients + in_flight, moment)
+        if self.facts.reduces_behind_compute:
+            self.in_flight = unit
+            return
+        self._consider(moment.tensors, moment.gradients + self._reduce_memory(unit), moment)
+        self._finish_reduce(unit)
+
+    def _finish_reduce(self, unit: UnitSizes) -> None:
         if not self.facts.accumulates:
             self.gradients += unit.gradient_shard
+
+    def _reduce_memory(self, unit: UnitSizes) -> int:
+        """What a reduce takes: what it sends, what it receives, and what it writes."""
+        if self.facts.strategy is Strategy.NOT_SHARDED:
+            return unit.reduce_buffer
+        received = unit.reduce_buffer if self.facts.receives_whole else 0
+        return unit.reduce_buffer + received + unit.reduced
 
     def _consider(self, tensors: int, whole_gradients: int, moment: Moment) -> None:
         shards, _, optimizer = self.resting

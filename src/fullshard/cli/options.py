@@ -16,7 +16,7 @@ from typing import Any
 from .model import PRESETS, Size
 from .problems import BadInput
 
-__all__ = ["Options", "build_options", "checked_value", "nearest"]
+__all__ = ["COMMAND_LINE", "Options", "build_options", "checked_value", "nearest", "wrong_kind"]
 
 
 def _option(
@@ -126,15 +126,12 @@ def checked_value(name: str, value: Any, source: str) -> Any:
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:
-        raise BadInput(
-            f"{source}: {name} expects {_KINDS[kind]}, but got {value!r} of type "
-            f"{type(value).__name__}"
-        )
+        raise BadInput(wrong_kind(source, name, kind, value))
     choices, minimum = field.metadata["choices"], field.metadata["minimum"]
     if choices and value not in choices:
         raise BadInput(
             f"{source}: {name} expects one of {', '.join(choices)}, but got {value!r}"
-            f"{nearest(str(value), choices)}"
+            f"{_meant(str(value), choices)}"
         )
     if minimum is not None and not value >= minimum:
         raise BadInput(f"{source}: {name} expects {minimum:g} or more, but got {value!r}")
@@ -143,6 +140,15 @@ def checked_value(name: str, value: Any, source: str) -> Any:
     return value
 
 
+def wrong_kind(source: str, name: str, kind: type, value: Any) -> str:
+    """What is said about a value that is not of the option's ``kind``."""
+    # Each word of a command line is a text; in a file it matters that it was one.
+    found = "" if source == COMMAND_LINE else f" of type {type(value).__name__}"
+    return f"{source}: {name} expects {_KINDS[kind]}, but got {value!r}{found}"
+
+
+#: The source of what was given as flags.
+COMMAND_LINE = "command line"
 #: Numbers from here on fit into no tensor, nor does infinity into a file of metrics.
 _TOO_LARGE: Any = 2**63
 _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
@@ -150,7 +156,10 @@ _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true o
 
 def nearest(given: str, known: Sequence[str]) -> str:
     """The end of a sentence about an unknown name: the one that was meant, probably, or all."""
+    return _meant(given, known) or f"; there are {', '.join(known)}"
+
+
+def _meant(given: str, known: Sequence[str]) -> str:
     alike = {name.replace("-", "_"): name for name in known}
     close = difflib.get_close_matches(given.replace("-", "_"), alike, n=1, cutoff=0.5)
-    found = [alike[name] for name in close]
-    return f"; did you mean {found[0]!r}?" if found else f"; there are {', '.join(known)}"
+    return f"; did you mean {alike[close[0]]!r}?" if close else ""

@@ -10,16 +10,14 @@ __all__ = ["draw_losses"]
 
 def draw_losses(metrics: list[dict[str, Any]], path: Path) -> bool:
     """Draw loss and learning rate over steps; returns whether there is matplotlib to do it with."""
-    # Takes a second to import: not where only the command's help is asked for.
+    # Takes a while to import: not where only the command's help is asked for.
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ModuleNotFoundError:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     steps = [line["step"] for line in metrics]
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
     axes.plot(steps, [line["loss"] for line in metrics], color="tab:blue", label="loss")
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title=path.parent.name)
     axes.grid(alpha=0.3)
@@ -30,5 +28,4 @@ def draw_losses(metrics: list[dict[str, Any]], path: Path) -> bool:
     rates.set_ylabel("learning rate (dashed)")
     rates.set_ylim(bottom=0)
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
     return True

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
-import os
+import dataclasses
 import re
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 from fullshard.wrap.description import Description
 from fullshard.wrap.render import size_text
 
 from .checks import check_batch, check_size
 from .memory import Prediction
-from .options import Options, build_options
-from .prediction import Subject, gpt_subject, predict_memory, token_loss
+from .options import COMMAND_LINE, Options, build_options
+from .own_model import own_subject, repeated_class
+from .prediction import gpt_subject, predict_memory
 from .problems import BadInput
 
 __all__ = ["DEVICES", "bytes_of_device", "plan"]
@@ -48,17 +46,27 @@ _USABLE = 0.9
 
 def plan(values: Mapping[str, Any], device_memory: str | None) -> None:
     """Print the table, and whether it fits."""
-    limit = bytes_of_device(device_memory) if device_memory else None
+    limit = bytes_of_device(device_memory) if device_memory is not None else None
     model = values.get("model", "")
-    known = {name: value for name, value in values.items() if name != "model" or ":" not in model}
-    options = build_options(known, "command line")
+    is_own = ":" in model
+    known = {name: value for name, value in values.items() if name != "model" or not is_own}
+    options = build_options(known, COMMAND_LINE)
     ranks = options.ranks or torch.cuda.device_count() or 2
     check_batch(options, ranks)
-    subject = _subject(model, options)
+    if is_own:
+        subject = own_subject(model)
+    else:
+        check_size(options)
+        subject = gpt_subject(options)
+    chooses_wrap = is_own and "wrap" not in values
+    if chooses_wrap:
+        options = dataclasses.replace(options, wrap=repeated_class(subject.model) or "none")
     device = torch.device(_device_kind(options, device_memory))
     units, predicted = predict_memory(subject, options, ranks, device)
     console = Console(highlight=False, soft_wrap=True)
     console.print(_heading(options, ranks, device, units))
+    if chooses_wrap:
+        console.print(_chosen_wrap(options.wrap))
     console.print(_table(predicted))
     console.print(f"The peak is {predicted.when}.")
     if predicted.host:
@@ -86,31 +94,6 @@ def bytes_of_device(text: str) -> int:
     return int(float(number) * base ** " kmgt".index(unit or " "))
 
 
-def _subject(model: str, options: Options) -> Subject:
-    if ":" not in model:
-        check_size(options)
-        return gpt_subject(options)
-    module_name, _, function_name = model.partition(":")
-    sys.path.insert(0, os.getcwd())
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise BadInput(f"model expects module:function, but {model!r} fails: {error}") from None
-    if not callable(function):
-        raise BadInput(
-            f"model expects module:function, but {model!r} is of type {type(function).__name__}"
-        )
-    with torch.device("meta"):
-        made = function()
-    found, loss = made if isinstance(made, tuple) else (made, token_loss)
-    if not isinstance(found, nn.Module):
-        raise BadInput(
-            f"{model} expects to return a module, or a module and its loss, but returned "
-            f"{type(found).__name__}"
-        )
-    return Subject(found.to("meta"), loss)
-
-
 def _device_kind(options: Options, device_memory: str | None) -> str:
     """Where a device is named, a GPU is meant."""
     if options.device != "auto":
@@ -130,6 +113,11 @@ def _heading(options: Options, ranks: int, device: torch.device, units: Descript
         + f"; {options.batch} x {options.sequence} tokens per step"
         + (f" in {options.accumulate} passes" if options.accumulate > 1 else "")
     )
+
+
+def _chosen_wrap(wrap: str) -> str:
+    chosen = "nothing is repeated, so it is one unit" if wrap == "none" else f"a unit is a {wrap}"
+    return f"Without --wrap, {chosen}; others: --wrap CLASS,CLASS or --wrap size=N or --wrap none."
 
 
 _ROWS = {

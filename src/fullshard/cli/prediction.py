@@ -17,7 +17,7 @@ from .model import GPT, next_token_loss
 from .options import Options
 from .sharding import checkpoint_units, compute_dtype, mixed_precision, wrap_policy
 
-__all__ = ["Subject", "gpt_subject", "predict_memory"]
+__all__ = ["Loss", "Subject", "gpt_subject", "predict_memory", "token_loss"]
 
 #: The loss of one backward of one rank: of a model, sequences, and tokens in each.
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
@@ -78,6 +78,7 @@ def predict_memory(
         offloaded=options.offload and is_accelerator,
         accumulates=options.accumulate > 1,
         receives_whole=not is_accelerator,
+        reduces_behind_compute=is_accelerator or strategy is not Strategy.FREES_AFTER_FORWARD,
         frees_late=is_accelerator,
     )
     units = [_sizes(unit, options, facts) for unit in description.units]

@@ -6,6 +6,7 @@ runs/NAME/config.toml  metrics.jsonl  loss.png  sample.txt  checkpoints/  tensor
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from .option_files import read_values, to_toml
 from .options import Options, build_options
 from .problems import BadInput
 
-__all__ = ["RunFolder", "latest_run", "new_run", "run_named"]
+__all__ = ["RunFolder", "check_name", "latest_run", "new_run", "run_named"]
 
 
 class RunFolder:
@@ -83,6 +84,15 @@ class RunFolder:
         if self.metrics.exists():
             lines = "".join(json.dumps(metrics) + "\n" for metrics in kept)
             self.metrics.write_text(lines, encoding="utf-8")
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that would lead out of the folder of all runs, or nowhere."""
+    if name in ("", ".", "..") or not name.isprintable() or {"/", os.sep, os.altsep} & {*name}:
+        raise BadInput(
+            f"name expects the name of one folder, such as first-try, but got {name!r}; "
+            "--runs says where it is"
+        )
 
 
 def new_run(runs: Path, name: str | None) -> RunFolder:

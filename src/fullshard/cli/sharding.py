@@ -47,7 +47,9 @@ def wrap_policy(model: nn.Module, wrap: str) -> Policy | None:
         if not number.isdigit():
             raise BadInput(f"wrap expects size=N with a whole number N, but got {wrap!r}")
         return functools.partial(size_based_auto_wrap_policy, min_num_params=int(number))
-    known = {type(module).__name__: type(module) for module in model.modules()}
+    known: dict[str, set[type[nn.Module]]] = {}
+    for module in model.modules():
+        known.setdefault(type(module).__name__, set()).add(type(module))
     names = [name.strip() for name in wrap.split(",")]
     for name in names:
         if name not in known:
@@ -56,7 +58,7 @@ def wrap_policy(model: nn.Module, wrap: str) -> Policy | None:
                 f"wrap expects class names, size=N or none, but {type(model).__name__} has no "
                 f"{name!r}; did you mean {' or '.join(nearest)}?"
             )
-    return ModuleWrapPolicy({known[name] for name in names})
+    return ModuleWrapPolicy(set().union(*(known[name] for name in names)))
 
 
 def checkpoint_units(model: nn.Module, policy: Policy | None) -> None:

@@ -17,9 +17,9 @@ import fullshard
 from .checks import check_ranks, check_run
 from .launch import default_ranks, launch
 from .option_files import read_values
-from .options import Options, build_options, checked_value
+from .options import COMMAND_LINE, Options, build_options, checked_value
 from .problems import BadInput
-from .run_folder import RunFolder, latest_run, new_run, run_named
+from .run_folder import RunFolder, check_name, latest_run, new_run, run_named
 from .stopping import StopRequest
 from .training import damaged, model_facts, start_rank, train, was_restarted
 from .training import main as train_on_rank
@@ -46,6 +46,8 @@ class Request:
 
 def run_training(request: Request) -> int:
     """Train as asked for; returns the exit status."""
+    if request.name is not None:
+        check_name(request.name)
     if "RANK" in os.environ:
         train_as_rank(request)
         return 0
@@ -75,6 +77,16 @@ def check_counts(request: Request) -> None:
         raise BadInput("several --nodes meet at one of them; give it as --rendezvous HOST:PORT")
     if request.nodes == 1 and request.rendezvous is not None:
         raise BadInput("--rendezvous is for several machines; say how many with --nodes")
+    if request.rendezvous is not None and not _is_place(request.rendezvous):
+        raise BadInput(
+            f"--rendezvous expects HOST:PORT, such as first-machine:29400, but got "
+            f"{request.rendezvous!r}"
+        )
+
+
+def _is_place(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host.strip()) and port.isascii() and port.isdigit() and 0 < int(port) < 2**16
 
 
 def launch_on_several_machines(request: Request, launcher_options: list[str]) -> int:
@@ -82,9 +94,9 @@ def launch_on_several_machines(request: Request, launcher_options: list[str]) ->
 
     No machine knows which of them is the first before they have met, so none prepares anything.
     """
-    ranks = build_options(given_values(request), "command line").ranks
+    ranks = build_options(given_values(request), COMMAND_LINE).ranks
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(request.rendezvous)]
-    command = ["-m", "fullshard.cli.main", *sys.argv[1:]]
+    command = ["-m", "fullshard.cli.on_rank", *sys.argv[1:]]
     return launch(
         ranks or default_ranks(),
         [*launcher_options, "--nnodes", str(request.nodes), *meeting],
@@ -95,9 +107,10 @@ def launch_on_several_machines(request: Request, launcher_options: list[str]) ->
 def train_as_rank(request: Request) -> None:
     """Train where the ranks are there already: under ``torchrun``, or on several machines.
 
-    Rank 0 prepares the folder, and tells the others.
+    Rank 0 prepares the folder, and tells the others; bad input is raised on all of them, because no
+    machine sees what is said on another.
     """
-    start_rank(build_options(given_values(request), "command line"))
+    start_rank(build_options(given_values(request), COMMAND_LINE))
     told: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -106,7 +119,7 @@ def train_as_rank(request: Request) -> None:
             told = [problem]
     dist.broadcast_object_list(told)
     if isinstance(told[0], BadInput):
-        raise told[0] if dist.get_rank() == 0 else SystemExit(2)
+        raise told[0]
     options, folder = told[0]
     with StopRequest() as stop:
         train(options, folder, request.resume or was_restarted(), stop)
@@ -128,16 +141,16 @@ def resolve(request: Request) -> tuple[Options, RunFolder]:
     """The options, from the least to the most specific source, and the folder they belong to."""
     given = given_values(request)
     if not (request.resume or was_restarted()):
-        return build_options(given, "command line"), new_run(request.runs, request.name)
+        return build_options(given, COMMAND_LINE), new_run(request.runs, request.name)
     folder = run_named(request.runs, request.name) if request.name else latest_run(request.runs)
-    options = build_options({**folder.values(), **given}, "command line")
+    options = build_options({**folder.values(), **given}, COMMAND_LINE)
     check_same_model(folder, options)
     return options, folder
 
 
 def given_values(request: Request) -> dict[str, Any]:
     """What the TOML file says, and over it what the flags say."""
-    flags = {n: checked_value(n, v, "command line") for n, v in request.flags.items()}
+    flags = {n: checked_value(n, v, COMMAND_LINE) for n, v in request.flags.items()}
     return {**(read_values(request.config) if request.config else {}), **flags}
 
 
