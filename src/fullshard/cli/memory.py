@@ -76,8 +76,8 @@ class Facts:
     offloaded: bool = False
     #: Whether gradients of an earlier backward are there while the next one runs.
     accumulates: bool = False
-    #: Over gloo a reduce receives into memory as large as what it sends.
-    receives_whole: bool = True
+    #: Over gloo a reduce receives into memory as large as what it sends; two ranks, half of it.
+    received_part: float = 1.0
     #: Whether gradients are reduced while the next unit's backward computes.
     reduces_behind_compute: bool = False
     #: On an accelerator a unit's memory is given back one unit late in forward.
@@ -222,7 +222,7 @@ class _Walk:
         """What a reduce takes: what it sends, what it receives, and what it writes."""
         if self.facts.strategy is Strategy.NOT_SHARDED:
             return unit.reduce_buffer
-        received = unit.reduce_buffer if self.facts.receives_whole else 0
+        received = int(unit.reduce_buffer * self.facts.received_part)
         return unit.reduce_buffer + received + unit.reduced
 
     def _consider(self, tensors: int, whole_gradients: int, moment: Moment) -> None:

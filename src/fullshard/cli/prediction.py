@@ -77,7 +77,7 @@ def predict_memory(
         ranks,
         offloaded=options.offload and is_accelerator,
         accumulates=options.accumulate > 1,
-        receives_whole=not is_accelerator,
+        received_part=0.0 if is_accelerator else 0.5 if ranks == 2 else 1.0,
         reduces_behind_compute=is_accelerator or strategy is not Strategy.FREES_AFTER_FORWARD,
         frees_late=is_accelerator,
     )
