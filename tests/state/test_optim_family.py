@@ -148,17 +148,30 @@ def test_an_optimizer_that_calls_parameters_by_name_gets_names() -> None:
     }
     with optim_kind(model, "full"):
         assert_same_optim_state(FSDP.optim_state_dict(model, optimizer, named), expected)
+        # Named optimizers of torch list them in the order of their names.
+        named["param_groups"][0]["params"] = sorted(names, reverse=True)
+        assert_same_optim_state(FSDP.optim_state_dict(model, optimizer, named), expected)
     found = FSDP.optim_state_dict_to_load(model, optimizer, expected, is_named_optimizer=True)
     assert list(found["state"]) == names
     assert found["param_groups"][0]["params"] == names
+    outer = nn.ModuleDict({"inner": model})
+    with optim_kind(outer, "full"):
+        state = FSDP.optim_state_dict(outer, optimizer)
+        found = FSDP.optim_state_dict_to_load(outer, optimizer, state, is_named_optimizer=True)
+    assert list(found["state"]) == [name for name, _ in outer.named_parameters()]
 
 
 @ranks(2)
 def test_optim_input_is_no_longer_needed() -> None:
     model = wrapped(build(Net), FULL_SHARD, "blocks")
     optimizer = adam(model)
-    with pytest.warns(FutureWarning, match="optim_input"):
-        FSDP.full_optim_state_dict(model, optimizer, list(model.parameters()))
+    given = list(model.parameters())
+    with pytest.warns(FutureWarning, match="`optim_input` argument is deprecated"):
+        full = FSDP.full_optim_state_dict(model, optimizer, given, rank0_only=False)
+    with pytest.warns(FutureWarning, match="`optim_input` argument is deprecated"):
+        FSDP.shard_full_optim_state_dict(full, model, given)
+    with pytest.warns(FutureWarning, match="`optim_input` argument is deprecated"):
+        FSDP.scatter_full_optim_state_dict(full, model, given)
 
 
 @pytest.mark.parametrize("name", ["full", "full on the first rank", "sharded", "local"])

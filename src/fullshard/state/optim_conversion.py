@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..api import FullOptimStateDictConfig, LocalOptimStateDictConfig, OptimStateDictConfig
+from ..engine.places import clean_tensor_name
 from .model_state import ModelState
 from .optim_facts import States
 from .optim_groups import matched_groups, named_groups, options_of, unexpected_names
@@ -78,7 +79,8 @@ def state_dict_to_load(
         loading = Loading(groups, state_dict["state"], arrival)
         members = [[o for owned in group for o in owned.originals] for group in groups]
         options = _matched(model, state_dict, members, loading.problems())
-        return _keyed(groups, loading.run(), options, state_dict, by_name)
+        names = _names_in(model, groups) if by_name else None
+        return _keyed(groups, loading.run(), options, state_dict, names)
 
 
 def _local_to_load(
@@ -91,7 +93,8 @@ def _local_to_load(
     options = _matched(model, state_dict, members, problems)
     rest = {key: value for key, value in state_dict.items() if key != SHAPES}
     found = local_state_to_load(groups, state_dict["state"])
-    return _keyed(groups, found, options, rest, by_name)
+    names = _names_in(model, groups) if by_name else None
+    return _keyed(groups, found, options, rest, names)
 
 
 def _matched(
@@ -119,10 +122,10 @@ def _keyed(
     found: Mapping[Owned, dict[str, Any]],
     options: list[dict[str, Any]],
     state_dict: Mapping[str, Any],
-    by_name: bool,
+    names: Mapping[Owned, str] | None,
 ) -> dict[str, Any]:
     order = [owned for group in groups for owned in group]
-    keys: dict[Owned, Any] = {o: o.path if by_name else i for i, o in enumerate(order)}
+    keys: Mapping[Owned, Any] = names or {owned: place for place, owned in enumerate(order)}
     return {
         "state": {keys[owned]: found[owned] for owned in order if owned in found},
         "param_groups": [
@@ -131,6 +134,12 @@ def _keyed(
         ],
         **{key: value for key, value in state_dict.items() if key not in _PARTS},
     }
+
+
+def _names_in(model: nn.Module, groups: Groups) -> dict[Owned, str]:
+    """What ``model.named_parameters()`` calls the optimizer's parameters, prefixes included."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {owned: names.get(owned.parameter, owned.path) for group in groups for owned in group}
 
 
 def _states(groups: Groups, state_dict: Mapping[str, Any]) -> States:
@@ -145,7 +154,16 @@ def _states(groups: Groups, state_dict: Mapping[str, Any]) -> States:
     keys = [key for group in saved for key in group["params"]]
     order = [owned for group in groups for owned in group]
     state = state_dict["state"]
-    return {o: state[key] for key, o in zip(keys, order, strict=True) if key in state}
+    holders = _called(keys, order) or order
+    return {o: state[key] for key, o in zip(keys, holders, strict=True) if key in state}
+
+
+def _called(keys: Sequence[Any], order: Sequence[Owned]) -> list[Owned] | None:
+    """Whom an optimizer means that calls parameters by name; it may list them in any order."""
+    named = {name: owned for owned in order for name in (owned.path, *owned.names)}
+    found = [named.get(clean_tensor_name(key)) if isinstance(key, str) else None for key in keys]
+    known = [owned for owned in found if owned is not None]
+    return known if len(set(known)) == len(order) else None
 
 
 def _local_groups(state_dict: Mapping[str, Any], groups: Groups) -> list[dict[str, Any]]:
