@@ -237,6 +237,18 @@ def test_what_hooks_of_the_user_see_is_the_bare_models() -> None:
     assert seen == [(3, 7)]
 
 
+@ranks(1)
+def test_a_hook_may_answer_with_another_state_dict() -> None:
+    model = wrapped(build(Net), ShardingStrategy.NO_SHARD, "blocks")
+
+    def upper(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> Any:
+        return {name.upper(): value for name, value in state.items()}
+
+    expected = [name.upper() for name in model.state_dict()]
+    model._register_state_dict_hook(upper)
+    assert list(model.state_dict()) == expected
+
+
 @ranks(2)
 def test_an_exception_in_the_middle_leaves_nothing_behind() -> None:
     bare = build(Net)

@@ -127,7 +127,9 @@ class StateDicts(nn.Module):
         if state.is_visible and hasattr(destination, "_metadata"):
             destination._metadata.update(found._metadata)
         for after in self._state_dict_hooks.values():
-            after(self, destination, prefix, {"version": self._version})
+            changed = after(self, destination, prefix, {"version": self._version})
+            # As in nn.Module, a hook may answer with another state dict.
+            destination = destination if changed is None else changed
         return destination
 
     # -- loading ------------------------------------------------------------------------------
