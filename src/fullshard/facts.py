@@ -34,6 +34,11 @@ class UnitFacts(nn.Module):
         return self._unit.shards.group
 
     @property
+    def _inter_node_pg(self) -> Any:
+        """The ranks that hold copies of the same shard, in a hybrid strategy."""
+        return None if self._unit.copies is None else self._unit.copies.group
+
+    @property
     def rank(self) -> int:
         return self._unit.shards.rank
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..api import StateDictSettings
+from ..api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 from ..engine.places import WRAPPED_MODULE
 from .model_state import ModelState, Order
 from .sharded_tensors import SharedMesh
@@ -46,7 +46,25 @@ class StateDicts(nn.Module):
             if same and state.mesh is None:
                 state.mesh = shared
 
+    @property
+    def _device_mesh(self) -> Any:
+        """The mesh that the wrapper was given; None without one."""
+        shared = self._model_state.mesh
+        return None if shared is None else shared.mesh
+
     # -- the types ----------------------------------------------------------------------------
+
+    @property
+    def _state_dict_type(self) -> StateDictType:
+        return self._model_state.settings.state_dict_type
+
+    @property
+    def _state_dict_config(self) -> StateDictConfig:
+        return self._model_state.settings.state_dict_config
+
+    @property
+    def _optim_state_dict_config(self) -> OptimStateDictConfig:
+        return self._model_state.settings.optim_state_dict_config
 
     @staticmethod
     def set_state_dict_type(
