@@ -94,6 +94,6 @@ class UnitFacts(nn.Module):
         expected = [state] if isinstance(state, TrainingState) else list(state)
         if self.training_state not in expected:
             raise ValueError(
-                f"Unit {self._unit.name!r} is in state {self.training_state}, expected one of "
-                f"{expected}"
+                f"Unit {self._unit.name!r} is expected to be in states {expected} but current "
+                f"state is {self.training_state}"
             )

@@ -136,6 +136,7 @@ class StateDicts(nn.Module):
         found = _empty()
         state.open(None, prefix)
         try:
+            self._save_to_state_dict(found, prefix, keep_vars)
             wrapped: nn.Module = self._modules[WRAPPED_MODULE]  # type: ignore[assignment]
             wrapped.state_dict(destination=found, prefix=prefix, keep_vars=keep_vars)
         finally:
@@ -175,9 +176,13 @@ class StateDicts(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        # What was registered on the wrapper itself has no other name.
+        own = {prefix + name for name in (*self._parameters, *self._buffers)}
         renamed = {
-            prefix + f"{WRAPPED_MODULE}." + key[len(prefix) :] if key.startswith(prefix) else key: v
-            for key, v in state_dict.items()
+            prefix + f"{WRAPPED_MODULE}." + key[len(prefix) :]
+            if key.startswith(prefix) and key not in own
+            else key: value
+            for key, value in state_dict.items()
         }
         state_dict.clear()
         state_dict.update(renamed)
