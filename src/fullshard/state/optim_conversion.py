@@ -40,22 +40,22 @@ def named_state_dict(
     groups = owned_groups(model, parameter_groups)
     states = _states(groups, state_dict)
     rest = {key: value for key, value in state_dict.items() if key not in _PARTS}
+    # Programs that keep the groups elsewhere give, and get, state without them.
+    saved_groups = state_dict.get("param_groups")
     with torch.no_grad():
         if isinstance(config, LocalOptimStateDictConfig):
-            saved = local_state(groups, states, config.offload_to_cpu)
-            named = _local_groups(state_dict, groups)
-            shapes = local_shapes(groups)
-            return {"state": saved, "param_groups": named, SHAPES: shapes, **rest}
+            found: dict[str, Any] = {"state": local_state(groups, states, config.offload_to_cpu)}
+            if saved_groups is not None:
+                found["param_groups"] = _local_groups(saved_groups, groups)
+            return {**found, SHAPES: local_shapes(groups), **rest}
         only_first = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
         visible = not only_first or _is_first(model, groups)
-        saved = Saving(groups, states, config).run()
+        found = {"state": Saving(groups, states, config).run()}
     if not visible:
         return {}
-    return {
-        "state": saved,
-        "param_groups": named_groups(state_dict["param_groups"], groups),
-        **rest,
-    }
+    if saved_groups is not None:
+        found["param_groups"] = named_groups(saved_groups, groups)
+    return {**found, **rest}
 
 
 def state_dict_to_load(
@@ -102,9 +102,15 @@ def _matched(
     state_dict: Mapping[str, Any],
     members: list[list[Original]],
     problems: list[str],
-) -> list[dict[str, Any]]:
-    """Hyperparameters for each group, if all that was saved is for this optimizer."""
-    options, errors = matched_groups(state_dict["param_groups"], members)
+) -> list[dict[str, Any]] | None:
+    """Hyperparameters for each group, if all that was saved is for this optimizer.
+
+    None where the state dict has no groups: programs may keep them elsewhere.
+    """
+    options: list[dict[str, Any]] | None = None
+    errors: list[str] = []
+    if "param_groups" in state_dict:
+        options, errors = matched_groups(state_dict["param_groups"], members)
     unexpected = unexpected_names(state_dict, members)
     if unexpected:
         errors.append(f"the optimizer has no parameters named {unexpected}")
@@ -120,20 +126,22 @@ def _matched(
 def _keyed(
     groups: Groups,
     found: Mapping[Owned, dict[str, Any]],
-    options: list[dict[str, Any]],
+    options: list[dict[str, Any]] | None,
     state_dict: Mapping[str, Any],
     names: Mapping[Owned, str] | None,
 ) -> dict[str, Any]:
     order = [owned for group in groups for owned in group]
     keys: Mapping[Owned, Any] = names or {owned: place for place, owned in enumerate(order)}
-    return {
-        "state": {keys[owned]: found[owned] for owned in order if owned in found},
-        "param_groups": [
+    loaded: dict[str, Any] = {
+        "state": {keys[owned]: found[owned] for owned in order if owned in found}
+    }
+    if options is not None:
+        loaded["param_groups"] = [
             {**chosen, "params": [keys[owned] for owned in group]}
             for chosen, group in zip(options, groups, strict=True)
-        ],
-        **{key: value for key, value in state_dict.items() if key not in _PARTS},
-    }
+        ]
+    rest = {key: value for key, value in state_dict.items() if key not in _PARTS}
+    return {**loaded, **rest}
 
 
 def _names_in(model: nn.Module, groups: Groups) -> dict[Owned, str]:
@@ -144,6 +152,24 @@ def _names_in(model: nn.Module, groups: Groups) -> dict[Owned, str]:
 
 def _states(groups: Groups, state_dict: Mapping[str, Any]) -> States:
     """The optimizer's state by parameter, whatever it calls its parameters."""
+    order = [owned for group in groups for owned in group]
+    keys = _keys(groups, state_dict)
+    holders = _called(keys, order) or order
+    state = state_dict["state"]
+    return {o: state[key] for key, o in zip(keys, holders, strict=True) if key in state}
+
+
+def _keys(groups: Groups, state_dict: Mapping[str, Any]) -> list[Any]:
+    """What the optimizer calls its parameters: by its groups, or by their places without them."""
+    if "param_groups" not in state_dict:
+        places = list(range(sum(map(len, groups))))
+        strangers = [key for key in state_dict["state"] if key not in places]
+        if strangers:
+            raise ValueError(
+                f"A state dict without 'param_groups' has state by the parameters' places in the "
+                f"optimizer, 0 to {len(places) - 1}, but this one has {strangers[:10]}"
+            )
+        return places
     saved = state_dict["param_groups"]
     if [len(g["params"]) for g in saved] != [len(group) for group in groups]:
         raise ValueError(
@@ -151,11 +177,7 @@ def _states(groups: Groups, state_dict: Mapping[str, Any]) -> States:
             f"parameters, the optimizer of {[len(group) for group in groups]}: give what "
             "optim.state_dict() returns on this rank"
         )
-    keys = [key for group in saved for key in group["params"]]
-    order = [owned for group in groups for owned in group]
-    state = state_dict["state"]
-    holders = _called(keys, order) or order
-    return {o: state[key] for key, o in zip(keys, holders, strict=True) if key in state}
+    return [key for group in saved for key in group["params"]]
 
 
 def _called(keys: Sequence[Any], order: Sequence[Owned]) -> list[Owned] | None:
@@ -166,15 +188,15 @@ def _called(keys: Sequence[Any], order: Sequence[Owned]) -> list[Owned] | None:
     return known if len(set(known)) == len(order) else None
 
 
-def _local_groups(state_dict: Mapping[str, Any], groups: Groups) -> list[dict[str, Any]]:
+def _local_groups(saved: Sequence[Mapping[str, Any]], groups: Groups) -> list[dict[str, Any]]:
     return [
         {**options_of(group), "params": [owned.path for owned in owns]}
-        for group, owns in zip(state_dict["param_groups"], groups, strict=True)
+        for group, owns in zip(saved, groups, strict=True)
     ]
 
 
 def _check_form(state_dict: Any, what: str) -> None:
-    if isinstance(state_dict, Mapping) and all(part in state_dict for part in _PARTS):
+    if isinstance(state_dict, Mapping) and isinstance(state_dict.get("state"), Mapping):
         return
     found = list(state_dict)[:5] if isinstance(state_dict, Mapping) else type(state_dict).__name__
     raise ValueError(
