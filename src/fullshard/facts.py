@@ -34,6 +34,11 @@ class UnitFacts(nn.Module):
         return self._unit.shards.group
 
     @property
+    def _inter_node_pg(self) -> Any:
+        """The ranks that hold copies of the same shard, in a hybrid strategy."""
+        return None if self._unit.copies is None else self._unit.copies.group
+
+    @property
     def rank(self) -> int:
         return self._unit.shards.rank
 
@@ -89,6 +94,6 @@ class UnitFacts(nn.Module):
         expected = [state] if isinstance(state, TrainingState) else list(state)
         if self.training_state not in expected:
             raise ValueError(
-                f"Unit {self._unit.name!r} is in state {self.training_state}, expected one of "
-                f"{expected}"
+                f"Unit {self._unit.name!r} is expected to be in states {expected} but current "
+                f"state is {self.training_state}"
             )

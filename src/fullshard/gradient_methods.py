@@ -25,6 +25,7 @@ class GradientMethods(nn.Module):
 
         def check_is_root(self) -> bool: ...
         def _start(self) -> Schedule: ...
+        def _outermost(self) -> GradientMethods: ...
 
     def _units(self) -> list[Unit]:
         """The units below, this wrapper's own first."""
@@ -56,7 +57,7 @@ class GradientMethods(nn.Module):
         Returns the norm before scaling, equal on all ranks. To be called on the root, by all
         ranks, between backward and the optimizer's step.
         """
-        schedule = self._schedule or self._start()
+        schedule = self._schedule or self._outermost()._start()
         return clip_grad_norm(self, schedule, self._units(), max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:

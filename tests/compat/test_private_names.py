@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.compat.installed import installed
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import FlatParameter, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
@@ -100,6 +101,28 @@ def test_full_parameters_are_shown_through_the_private_contexts() -> None:
             assert model.module[0].weight.shape == (4, 3)
             assert model.module[2].training_state is TrainingState.IDLE
         model._assert_state([TrainingState.IDLE])
+
+
+@ranks(2)
+def test_a_unit_tells_the_type_of_its_state_dicts_and_its_ranks() -> None:
+    model = build()
+    kind = fullshard.StateDictType.SHARDED_STATE_DICT
+    with FullyShardedDataParallel.state_dict_type(model, kind):
+        for unit in FullyShardedDataParallel.fsdp_modules(model):
+            assert unit._state_dict_type is kind
+            assert unit._state_dict_config == fullshard.ShardedStateDictConfig()
+            assert unit._optim_state_dict_config == fullshard.ShardedOptimStateDictConfig()
+    assert model._state_dict_type is fullshard.StateDictType.FULL_STATE_DICT
+    assert model._inter_node_pg is model._device_mesh is None
+
+    mesh = init_device_mesh(device().type, (1, 2), mesh_dim_names=("copies", "shards"))
+    hybrid = FullyShardedDataParallel(
+        nn.Linear(3, 4).to(device()),
+        device_mesh=mesh,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+    )
+    assert hybrid._device_mesh is mesh
+    assert hybrid._inter_node_pg is mesh.get_group("copies")
 
 
 @ranks(2)

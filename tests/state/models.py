@@ -99,7 +99,7 @@ def kind(model: nn.Module, name: str) -> Iterator[None]:
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint would hold: independent of the model it came from."""
-    return {k: v.clone() if type(v) is torch.Tensor else v for k, v in state.items()}
+    return copy.deepcopy(state)
 
 
 def wipe(model: nn.Module) -> None:

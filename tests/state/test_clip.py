@@ -181,6 +181,8 @@ def test_offloaded_gradients_are_clipped_where_they_are() -> None:
 @ranks(2)
 def test_a_part_of_the_model_and_the_middle_of_a_step_are_refused() -> None:
     model = FSDP(build(Net), auto_wrap_policy=blocks_policy())
+    with pytest.raises(RuntimeError, match="only be called on the root"):
+        model.module.blocks[0].clip_grad_norm_(1.0)
     loss = loss_of(model, 0)
     with pytest.raises(RuntimeError, match="only be called on the root"):
         model.module.blocks[0].clip_grad_norm_(1.0)

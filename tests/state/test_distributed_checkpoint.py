@@ -70,6 +70,11 @@ def test_a_checkpoint_of_one_kind_is_loaded_as_the_other(tmp_path: Path) -> None
     run_on_ranks(3, load, tmp_path, "dtensor", "net", "blocks", True)
 
 
+def test_shards_of_units_are_saved_as_parts_of_a_whole(tmp_path: Path) -> None:
+    run_on_ranks(2, save, tmp_path, "local", "net", ShardingStrategy.FULL_SHARD)
+    run_on_ranks(3, load, tmp_path, "local", "net", "blocks", True)
+
+
 def test_a_checkpoint_is_read_into_the_bare_model_without_ranks(tmp_path: Path) -> None:
     run_on_ranks(2, save, tmp_path, "dtensor", "net", ShardingStrategy.FULL_SHARD)
     expected, found = build(Net).cpu(), other(Net).cpu()

@@ -37,6 +37,20 @@ def test_an_optimizer_over_another_model_is_refused() -> None:
         FSDP.optim_state_dict_to_load(model, early, {"state": {}, "param_groups": []})
 
 
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_an_optimizer_that_lacks_a_parameter_on_one_rank_is_refused_on_all(
+    use_orig_params: bool,
+) -> None:
+    model = wrapped(build(Net), FULL_SHARD, "blocks", use_orig_params=use_orig_params)
+    parameters = list(model.parameters())
+    held = parameters[:-1] if torch.distributed.get_rank() == 1 else parameters
+    optimizer = torch.optim.Adam(held)
+    trained(model, optimizer, range(1))
+    with pytest.raises(RuntimeError, match=r"states needed by rank 0's.* rank 1 lacks \['"):
+        FSDP.full_optim_state_dict(model, optimizer)
+
+
 @ranks(2)
 def test_missing_and_unexpected_names_are_reported_together() -> None:
     model, optimizer, state = stepped()

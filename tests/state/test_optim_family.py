@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed.fsdp
 from tests.original.training import Net, build
 from tests.state.models import STRATEGIES, other, wrapped
 from tests.state.optimizers import (
+    OPTIM_KINDS,
     adam,
     adamw,
     assert_same_optim_state,
@@ -148,17 +150,50 @@ def test_an_optimizer_that_calls_parameters_by_name_gets_names() -> None:
     }
     with optim_kind(model, "full"):
         assert_same_optim_state(FSDP.optim_state_dict(model, optimizer, named), expected)
+        # Named optimizers of torch list them in the order of their names.
+        named["param_groups"][0]["params"] = sorted(names, reverse=True)
+        assert_same_optim_state(FSDP.optim_state_dict(model, optimizer, named), expected)
     found = FSDP.optim_state_dict_to_load(model, optimizer, expected, is_named_optimizer=True)
     assert list(found["state"]) == names
     assert found["param_groups"][0]["params"] == names
+    outer = nn.ModuleDict({"inner": model})
+    with optim_kind(outer, "full"):
+        state = FSDP.optim_state_dict(outer, optimizer)
+        found = FSDP.optim_state_dict_to_load(outer, optimizer, state, is_named_optimizer=True)
+    assert list(found["state"]) == [name for name, _ in outer.named_parameters()]
+
+
+@pytest.mark.parametrize("name", list(OPTIM_KINDS))
+@ranks(2)
+def test_state_without_parameter_groups_is_saved_and_loaded_without_them(name: str) -> None:
+    model = wrapped(build(Net), FULL_SHARD, "blocks", use_orig_params=True)
+    optimizer = adam(model)
+    trained(model, optimizer, BEFORE)
+    expected, groups = full_state(model, optimizer), optimizer.state_dict()["param_groups"]
+    with optim_kind(model, name):
+        alone = {"state": copy.deepcopy(optimizer.state_dict()["state"])}
+        saved = FSDP.optim_state_dict(model, optimizer, alone)
+        trained(model, optimizer, BEFORE)
+        found = FSDP.optim_state_dict_to_load(model, optimizer, saved)
+    assert "param_groups" not in saved
+    assert "param_groups" not in found
+    optimizer.load_state_dict({**found, "param_groups": groups})
+    assert_same_optim_state(full_state(model, optimizer), expected)
+    with pytest.raises(ValueError, match=r"places in the optimizer, 0 to \d+, but .*'head'"):
+        FSDP.optim_state_dict(model, optimizer, {"state": {"head": {}}})
 
 
 @ranks(2)
 def test_optim_input_is_no_longer_needed() -> None:
     model = wrapped(build(Net), FULL_SHARD, "blocks")
     optimizer = adam(model)
-    with pytest.warns(FutureWarning, match="optim_input"):
-        FSDP.full_optim_state_dict(model, optimizer, list(model.parameters()))
+    given = list(model.parameters())
+    with pytest.warns(FutureWarning, match="`optim_input` argument is deprecated"):
+        full = FSDP.full_optim_state_dict(model, optimizer, given, rank0_only=False)
+    with pytest.warns(FutureWarning, match="`optim_input` argument is deprecated"):
+        FSDP.shard_full_optim_state_dict(full, model, given)
+    with pytest.warns(FutureWarning, match="`optim_input` argument is deprecated"):
+        FSDP.scatter_full_optim_state_dict(full, model, given)
 
 
 @pytest.mark.parametrize("name", ["full", "full on the first rank", "sharded", "local"])

@@ -38,7 +38,13 @@ def test_a_local_state_dict_has_this_ranks_shard_of_every_unit() -> None:
         with pytest.raises(RuntimeError, match="whole units"):
             model.module.head.state_dict()
     assert list(state) == ["_flat_param", *(f"blocks.{i}._flat_param" for i in range(3))]
-    assert torch.equal(state["blocks.1._flat_param"], model.blocks[1]._flat_param)
+    flat = state["blocks.1._flat_param"]
+    (shard,) = flat.local_shards()
+    start = shard.metadata.shard_offsets[0]
+    with FSDP.summon_full_params(model):
+        whole = torch.cat([p.detach().flatten() for p in model.blocks[1].parameters()])
+    assert flat.metadata().size == whole.shape
+    assert torch.equal(shard.tensor, whole[start : start + len(shard.tensor)])
     many = wrapped(build(Odd), FULL_SHARD, "one unit", use_orig_params=True)
     with FSDP.state_dict_type(many, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig()):
         names = [n for n in many.state_dict() if "flat" in n]

@@ -66,6 +66,25 @@ def test_a_module_around_units_and_a_unit_inside_can_be_summoned(use_orig_params
 
 
 @pytest.mark.parametrize("writeback", [False, True])
+@ranks(2)
+def test_who_holds_the_flat_parameter_sees_and_changes_full_values_through_it(
+    writeback: bool,
+) -> None:
+    model = FSDP(nn.Linear(5, 3))
+    flat = model.get_parameter("_fsdp_wrapped_module._flat_param")
+    shard = flat.detach().clone()
+
+    with torch.no_grad(), FSDP.summon_full_params(model, writeback=writeback):
+        assert flat.shape == (18,)
+        assert torch.equal(flat[:15].view(3, 5), model.weight)
+        flat.fill_(4)
+        assert model.bias.tolist() == [4, 4, 4]
+
+    assert torch.equal(flat, torch.full_like(shard, 4) if writeback else shard)
+    assert_at_rest(model)
+
+
+@pytest.mark.parametrize("writeback", [False, True])
 @pytest.mark.parametrize(("strategy", "use_orig_params"), MODES)
 @ranks(2)
 def test_changes_are_kept_or_discarded_as_asked(

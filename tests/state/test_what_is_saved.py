@@ -238,6 +238,33 @@ def test_what_hooks_of_the_user_see_is_the_bare_models() -> None:
 
 
 @ranks(2)
+def test_what_is_registered_on_a_wrapper_is_saved_and_loaded() -> None:
+    model = wrapped(build(Net), FULL_SHARD, "blocks")
+    model.register_buffer("outer", torch.ones(2, device=device()))
+    model.module.blocks[1].register_parameter("inner", nn.Parameter(torch.ones(3)))
+    for name in KINDS:
+        with kind(model, name):
+            state = copied(model.state_dict())
+            assert state["outer"].tolist() == [1, 1]
+            assert state["blocks.1.inner"].tolist() == [1, 1, 1]
+            model.outer.fill_(2)
+            model.load_state_dict(state)
+            assert model.outer.tolist() == [1, 1]
+
+
+@ranks(1)
+def test_a_hook_may_answer_with_another_state_dict() -> None:
+    model = wrapped(build(Net), ShardingStrategy.NO_SHARD, "blocks")
+
+    def upper(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> Any:
+        return {name.upper(): value for name, value in state.items()}
+
+    expected = [name.upper() for name in model.state_dict()]
+    model._register_state_dict_hook(upper)
+    assert list(model.state_dict()) == expected
+
+
+@ranks(2)
 def test_an_exception_in_the_middle_leaves_nothing_behind() -> None:
     bare = build(Net)
     model = wrapped(bare, FULL_SHARD, "one unit")

@@ -91,9 +91,10 @@ class _Part:
 
     def __init__(self, handle: FlatParamHandle, buffer: FullBuffer, to_cpu: bool) -> None:
         self._handle = handle
-        views = buffer.views
-        if to_cpu and buffer.flat.device.type != "cpu":
-            views = whole_views(handle, buffer.flat.to("cpu"))
+        flat, views = buffer.flat, buffer.views
+        if to_cpu and flat.device.type != "cpu":
+            flat = flat.to("cpu")
+            views = whole_views(handle, flat)
         self._views = views
         if handle.use_orig_params:
             self._parameters = list(handle.params)
@@ -105,6 +106,8 @@ class _Part:
             shown = as_shown(views, handle.distributions)
             self._parameters = [nn.Parameter(view, requires_grad=trains) for view in shown]
             self._register(self._parameters)
+            # Who holds the flat parameter sees, and changes, the same full values.
+            handle.flat_param.data = flat[: handle.layout.numel]
         self._reduced = [p.grad for p in handle.params] if handle.use_orig_params else []
 
     def _show_distributed(self) -> None:
@@ -157,6 +160,7 @@ class _Part:
             for place in (place for places in handle.places for place in places):
                 del place.module._parameters[place.name]
             handle.module._parameters["_flat_param"] = handle.flat_param
+            handle.flat_param.data = handle.shard_tensor
         handle.rebind()
 
     def _kept(self, index: int, shown: nn.Parameter) -> nn.Parameter:

@@ -11,7 +11,7 @@ from ..engine.flat_param import FlatParamHandle
 from ..engine.unit import Unit
 from .distributed_values import part_of, rows_here
 from .gathering import store_own_part
-from .sharded_tensors import gather_chunks, is_sharded, shape_of
+from .sharded_tensors import gather_chunks, is_sharded, local_shard, own_numel, shape_of
 
 
 class LoadReport(NamedTuple):
@@ -87,19 +87,22 @@ class Arrivals:
             for chunked, whole in zip(self._chunked, found, strict=True):
                 store_own_part(chunked.handle, chunked.position, whole)
 
-    def store_shard(self, key: str, handle: FlatParamHandle, shard: torch.Tensor) -> None:
+    def store_shard(self, key: str, handle: FlatParamHandle, value: Any) -> None:
         """Copy a rank's shard, unless it was made by another number of ranks."""
         if self._unit.summoned_everywhere:
             raise RuntimeError(
                 f"{key} is a shard, and parameters are whole inside summon_full_params: load it "
                 "outside of the context, or load a full state dict"
             )
-        if shard.shape != handle.shard_tensor.shape:
+        shard, expected = value, handle.shard_tensor
+        if hasattr(value, "local_shards"):
+            shard = local_shard(value)
+            expected = expected[: own_numel(handle.layout.numel, self._unit.shards)]
+        if shard.shape != expected.shape:
             self._report.errors.append(
                 f"size mismatch for {key}: a local state dict fits the ranks and the wrapping it "
-                f"was saved with; it has shape {shard.shape}, this rank's shard "
-                f"{handle.shard_tensor.shape}."
+                f"was saved with; it has shape {shard.shape}, this rank's shard {expected.shape}."
             )
         else:
             with torch.no_grad():
-                handle.shard_tensor.data.copy_(shard)
+                expected.data.copy_(shard)

@@ -198,11 +198,22 @@ class ModelState:
             for module, names in wanted.items()
         }
 
-    def _local_values(self) -> dict[str, torch.Tensor]:
-        shards = [handle.shard_tensor.detach() for handle in self.unit.handles]
-        if self.settings.state_dict_config.offload_to_cpu:
-            shards = [shard.to("cpu") for shard in shards]
+    def _local_values(self) -> dict[str, Any]:
+        shards = [self._local_value(handle) for handle in self.unit.handles]
         return dict(zip(self._flat_names(), shards, strict=True))
+
+    def _local_value(self, handle: FlatParamHandle) -> Any:
+        """This rank's shard, not copied; where others have other shards, as a part of the whole.
+
+        What saves state dicts of many ranks takes plain tensors for the same on all of them.
+        """
+        shard = handle.shard_tensor.detach()
+        if self.settings.state_dict_config.offload_to_cpu:
+            shard = shard.to("cpu")
+        shape = (handle.layout.numel,)
+        if not handle.is_sharded or not sharded_tensors.has_rows(shape):
+            return shard
+        return sharded_tensors.as_sharded_tensor(shard, shape, self.unit.shards)
 
     def _flat_names(self) -> list[str]:
         return [f"{FLAT_NAME}_{i}" if i else FLAT_NAME for i in range(len(self.unit.handles))]

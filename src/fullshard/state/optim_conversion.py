@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..api import FullOptimStateDictConfig, LocalOptimStateDictConfig, OptimStateDictConfig
+from ..engine.places import clean_tensor_name
 from .model_state import ModelState
 from .optim_facts import States
 from .optim_groups import matched_groups, named_groups, options_of, unexpected_names
@@ -39,22 +40,22 @@ def named_state_dict(
     groups = owned_groups(model, parameter_groups)
     states = _states(groups, state_dict)
     rest = {key: value for key, value in state_dict.items() if key not in _PARTS}
+    # Programs that keep the groups elsewhere give, and get, state without them.
+    saved_groups = state_dict.get("param_groups")
     with torch.no_grad():
         if isinstance(config, LocalOptimStateDictConfig):
-            saved = local_state(groups, states, config.offload_to_cpu)
-            named = _local_groups(state_dict, groups)
-            shapes = local_shapes(groups)
-            return {"state": saved, "param_groups": named, SHAPES: shapes, **rest}
+            found: dict[str, Any] = {"state": local_state(groups, states, config.offload_to_cpu)}
+            if saved_groups is not None:
+                found["param_groups"] = _local_groups(saved_groups, groups)
+            return {**found, SHAPES: local_shapes(groups), **rest}
         only_first = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
         visible = not only_first or _is_first(model, groups)
-        saved = Saving(groups, states, config).run()
+        found = {"state": Saving(groups, states, config).run()}
     if not visible:
         return {}
-    return {
-        "state": saved,
-        "param_groups": named_groups(state_dict["param_groups"], groups),
-        **rest,
-    }
+    if saved_groups is not None:
+        found["param_groups"] = named_groups(saved_groups, groups)
+    return {**found, **rest}
 
 
 def state_dict_to_load(
@@ -78,7 +79,8 @@ def state_dict_to_load(
         loading = Loading(groups, state_dict["state"], arrival)
         members = [[o for owned in group for o in owned.originals] for group in groups]
         options = _matched(model, state_dict, members, loading.problems())
-        return _keyed(groups, loading.run(), options, state_dict, by_name)
+        names = _names_in(model, groups) if by_name else None
+        return _keyed(groups, loading.run(), options, state_dict, names)
 
 
 def _local_to_load(
@@ -91,7 +93,8 @@ def _local_to_load(
     options = _matched(model, state_dict, members, problems)
     rest = {key: value for key, value in state_dict.items() if key != SHAPES}
     found = local_state_to_load(groups, state_dict["state"])
-    return _keyed(groups, found, options, rest, by_name)
+    names = _names_in(model, groups) if by_name else None
+    return _keyed(groups, found, options, rest, names)
 
 
 def _matched(
@@ -99,9 +102,15 @@ def _matched(
     state_dict: Mapping[str, Any],
     members: list[list[Original]],
     problems: list[str],
-) -> list[dict[str, Any]]:
-    """Hyperparameters for each group, if all that was saved is for this optimizer."""
-    options, errors = matched_groups(state_dict["param_groups"], members)
+) -> list[dict[str, Any]] | None:
+    """Hyperparameters for each group, if all that was saved is for this optimizer.
+
+    None where the state dict has no groups: programs may keep them elsewhere.
+    """
+    options: list[dict[str, Any]] | None = None
+    errors: list[str] = []
+    if "param_groups" in state_dict:
+        options, errors = matched_groups(state_dict["param_groups"], members)
     unexpected = unexpected_names(state_dict, members)
     if unexpected:
         errors.append(f"the optimizer has no parameters named {unexpected}")
@@ -117,24 +126,50 @@ def _matched(
 def _keyed(
     groups: Groups,
     found: Mapping[Owned, dict[str, Any]],
-    options: list[dict[str, Any]],
+    options: list[dict[str, Any]] | None,
     state_dict: Mapping[str, Any],
-    by_name: bool,
+    names: Mapping[Owned, str] | None,
 ) -> dict[str, Any]:
     order = [owned for group in groups for owned in group]
-    keys: dict[Owned, Any] = {o: o.path if by_name else i for i, o in enumerate(order)}
-    return {
-        "state": {keys[owned]: found[owned] for owned in order if owned in found},
-        "param_groups": [
+    keys: Mapping[Owned, Any] = names or {owned: place for place, owned in enumerate(order)}
+    loaded: dict[str, Any] = {
+        "state": {keys[owned]: found[owned] for owned in order if owned in found}
+    }
+    if options is not None:
+        loaded["param_groups"] = [
             {**chosen, "params": [keys[owned] for owned in group]}
             for chosen, group in zip(options, groups, strict=True)
-        ],
-        **{key: value for key, value in state_dict.items() if key not in _PARTS},
-    }
+        ]
+    rest = {key: value for key, value in state_dict.items() if key not in _PARTS}
+    return {**loaded, **rest}
+
+
+def _names_in(model: nn.Module, groups: Groups) -> dict[Owned, str]:
+    """What ``model.named_parameters()`` calls the optimizer's parameters, prefixes included."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {owned: names.get(owned.parameter, owned.path) for group in groups for owned in group}
 
 
 def _states(groups: Groups, state_dict: Mapping[str, Any]) -> States:
     """The optimizer's state by parameter, whatever it calls its parameters."""
+    order = [owned for group in groups for owned in group]
+    keys = _keys(groups, state_dict)
+    holders = _called(keys, order) or order
+    state = state_dict["state"]
+    return {o: state[key] for key, o in zip(keys, holders, strict=True) if key in state}
+
+
+def _keys(groups: Groups, state_dict: Mapping[str, Any]) -> list[Any]:
+    """What the optimizer calls its parameters: by its groups, or by their places without them."""
+    if "param_groups" not in state_dict:
+        places = list(range(sum(map(len, groups))))
+        strangers = [key for key in state_dict["state"] if key not in places]
+        if strangers:
+            raise ValueError(
+                f"A state dict without 'param_groups' has state by the parameters' places in the "
+                f"optimizer, 0 to {len(places) - 1}, but this one has {strangers[:10]}"
+            )
+        return places
     saved = state_dict["param_groups"]
     if [len(g["params"]) for g in saved] != [len(group) for group in groups]:
         raise ValueError(
@@ -142,21 +177,26 @@ def _states(groups: Groups, state_dict: Mapping[str, Any]) -> States:
             f"parameters, the optimizer of {[len(group) for group in groups]}: give what "
             "optim.state_dict() returns on this rank"
         )
-    keys = [key for group in saved for key in group["params"]]
-    order = [owned for group in groups for owned in group]
-    state = state_dict["state"]
-    return {o: state[key] for key, o in zip(keys, order, strict=True) if key in state}
+    return [key for group in saved for key in group["params"]]
 
 
-def _local_groups(state_dict: Mapping[str, Any], groups: Groups) -> list[dict[str, Any]]:
+def _called(keys: Sequence[Any], order: Sequence[Owned]) -> list[Owned] | None:
+    """Whom an optimizer means that calls parameters by name; it may list them in any order."""
+    named = {name: owned for owned in order for name in (owned.path, *owned.names)}
+    found = [named.get(clean_tensor_name(key)) if isinstance(key, str) else None for key in keys]
+    known = [owned for owned in found if owned is not None]
+    return known if len(set(known)) == len(order) else None
+
+
+def _local_groups(saved: Sequence[Mapping[str, Any]], groups: Groups) -> list[dict[str, Any]]:
     return [
         {**options_of(group), "params": [owned.path for owned in owns]}
-        for group, owns in zip(state_dict["param_groups"], groups, strict=True)
+        for group, owns in zip(saved, groups, strict=True)
     ]
 
 
 def _check_form(state_dict: Any, what: str) -> None:
-    if isinstance(state_dict, Mapping) and all(part in state_dict for part in _PARTS):
+    if isinstance(state_dict, Mapping) and isinstance(state_dict.get("state"), Mapping):
         return
     found = list(state_dict)[:5] if isinstance(state_dict, Mapping) else type(state_dict).__name__
     raise ValueError(

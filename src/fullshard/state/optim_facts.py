@@ -96,6 +96,23 @@ def _digest(value: torch.Tensor) -> str:
     return hashlib.sha256(content.numpy().tobytes()).hexdigest()
 
 
+def check_same_parameters(found: Sequence[Sequence[str]]) -> None:
+    """Refuse optimizers that hold other parameters, or in another order, than the first rank's."""
+    first = found[0]
+    for rank, other in enumerate(found):
+        if list(other) == list(first):
+            continue
+        lacking = [path for path in first if path not in other]
+        beyond = [path for path in other if path not in first]
+        raise RuntimeError(
+            "FSDP currently requires each rank to have at least the optimizer states needed by "
+            "rank 0's optimizer but some ranks are missing some of those states: of the ranks that "
+            f"share parameters, the optimizer of rank {rank} lacks {lacking[:10]} and has "
+            f"{beyond[:10]} beyond those of rank 0, or has them in another order. Give the "
+            "optimizers of all ranks the same parameters"
+        )
+
+
 def resolve(owns: Sequence[Owned], reports: Sequence[Report]) -> list[dict[str, Entry]]:
     """What the ranks' reports come to, for each parameter; empty where none has state."""
     votes: Counter[str] = Counter()

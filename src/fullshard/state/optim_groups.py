@@ -67,7 +67,7 @@ def unexpected_names(
     """Names with saved state, or in saved groups, that the optimizer does not have."""
     known = {name for originals in members for original in originals for name in original.names}
     saved = dict.fromkeys(state_dict["state"])
-    for group in state_dict["param_groups"]:
+    for group in state_dict.get("param_groups", ()):
         saved.update(dict.fromkeys(group["params"]))
     return [str(name) for name in saved if name not in known]
 

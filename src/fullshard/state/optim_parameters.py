@@ -56,6 +56,11 @@ class Owned:
         return self.handle is not None and self.handle.is_sharded
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that it alone has in the unwrapped model; a flat one has none."""
+        return () if self.is_flat else self.originals[0].names
+
+    @property
     def is_flat(self) -> bool:
         return self.handle is not None and not self.handle.use_orig_params
 

@@ -19,7 +19,7 @@ from ..engine.collectives import Group
 from ..engine.flat_param import FlatParamHandle
 from . import gathering
 from .model_state import ModelState
-from .optim_facts import Entry, Kind, States, facts_here, resolve
+from .optim_facts import Entry, Kind, States, check_same_parameters, facts_here, resolve
 from .optim_parameters import Groups, Owned, units_of
 
 Saved = dict[str, dict[str, Any]]
@@ -56,7 +56,9 @@ class Saving:
         entries: dict[Owned, dict[str, Entry]] = {}
         for group, members in sharing.items():
             group.begin_pass("optimizer state", "(all)")
-            reports = group.gather_objects(facts_here(members, self._states), "(all)")
+            told = ([owned.path for owned in members], facts_here(members, self._states))
+            paths, reports = zip(*group.gather_objects(told, "(all)"), strict=True)
+            check_same_parameters(paths)
             entries.update(zip(members, resolve(members, reports), strict=True))
         self._agree_between_parts(entries)
         return entries

@@ -114,6 +114,7 @@ class OptimStateDicts:
         Without ``optim`` (or ``optim_input``) the optimizer is taken to be over
         ``model.parameters()``.
         """
+        _discourage(optim_input)
         groups = parameter_groups_of(model, optim, optim_input)
         return state_dict_to_load(model, groups, full_optim_state_dict, FullOptimStateDictConfig())
 
@@ -126,6 +127,7 @@ class OptimStateDicts:
         group: Any = None,
     ) -> dict[str, Any]:
         """This rank's part of a full state dict that the first rank has; others may pass None."""
+        _discourage(optim_input)
         groups = parameter_groups_of(model, optim, optim_input)
         config = FullOptimStateDictConfig(rank0_only=True)
         return state_dict_to_load(model, groups, full_optim_state_dict, config)
@@ -159,6 +161,7 @@ class OptimStateDicts:
         >>> by_id = FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, bare)
         """
         kind = adopt(optim_state_key_type, OptimStateKeyType, "optim_state_key_type")
+        _discourage(optim_input)
         groups = parameter_groups_of(model, optim, optim_input)
         return rekeyed(optim_state_dict, kind, model, groups)
 

@@ -79,7 +79,8 @@ def as_sharded_tensor(local: torch.Tensor, shape: Sequence[int], group: Group) -
         )
         chunks.append(metadata)
         if rank == group.rank:
-            mine.append(Shard(local, metadata))
+            # A flat shard may end in padding.
+            mine.append(Shard(local[: rows.end - rows.start], metadata))
     properties = TensorProperties(dtype=local.dtype)
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         mine,
@@ -198,9 +199,22 @@ def local_rows(value: Any, group: Group) -> torch.Tensor:
             f"rank {group.rank} of {group.size} expects rows {rows.start} to {rows.end} of it, but "
             f"the ShardedTensor has (first row, rows) {found} here"
         )
+    return local_shard(value)
+
+
+def local_shard(value: Any) -> torch.Tensor:
+    """This rank's only shard of a ShardedTensor, or nothing."""
+    shards = value.local_shards()
     if shards:
-        return shards[0].tensor
+        shard: torch.Tensor = shards[0].tensor
+        return shard
     return torch.empty(0, dtype=value.metadata().tensor_properties.dtype)
+
+
+def own_numel(numel: int, group: Group) -> int:
+    """How many of a flat tensor's elements lie in this rank's shard, padding left out."""
+    rows = Rows.of(numel, group.rank, group.size)
+    return rows.end - rows.start
 
 
 def gather_chunks(

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..api import StateDictSettings
+from ..api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 from ..engine.places import WRAPPED_MODULE
 from .model_state import ModelState, Order
 from .sharded_tensors import SharedMesh
@@ -46,7 +46,25 @@ class StateDicts(nn.Module):
             if same and state.mesh is None:
                 state.mesh = shared
 
+    @property
+    def _device_mesh(self) -> Any:
+        """The mesh that the wrapper was given; None without one."""
+        shared = self._model_state.mesh
+        return None if shared is None else shared.mesh
+
     # -- the types ----------------------------------------------------------------------------
+
+    @property
+    def _state_dict_type(self) -> StateDictType:
+        return self._model_state.settings.state_dict_type
+
+    @property
+    def _state_dict_config(self) -> StateDictConfig:
+        return self._model_state.settings.state_dict_config
+
+    @property
+    def _optim_state_dict_config(self) -> OptimStateDictConfig:
+        return self._model_state.settings.optim_state_dict_config
 
     @staticmethod
     def set_state_dict_type(
@@ -118,6 +136,7 @@ class StateDicts(nn.Module):
         found = _empty()
         state.open(None, prefix)
         try:
+            self._save_to_state_dict(found, prefix, keep_vars)
             wrapped: nn.Module = self._modules[WRAPPED_MODULE]  # type: ignore[assignment]
             wrapped.state_dict(destination=found, prefix=prefix, keep_vars=keep_vars)
         finally:
@@ -127,7 +146,9 @@ class StateDicts(nn.Module):
         if state.is_visible and hasattr(destination, "_metadata"):
             destination._metadata.update(found._metadata)
         for after in self._state_dict_hooks.values():
-            after(self, destination, prefix, {"version": self._version})
+            changed = after(self, destination, prefix, {"version": self._version})
+            # As in nn.Module, a hook may answer with another state dict.
+            destination = destination if changed is None else changed
         return destination
 
     # -- loading ------------------------------------------------------------------------------
@@ -155,9 +176,13 @@ class StateDicts(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        # What was registered on the wrapper itself has no other name.
+        own = {prefix + name for name in (*self._parameters, *self._buffers)}
         renamed = {
-            prefix + f"{WRAPPED_MODULE}." + key[len(prefix) :] if key.startswith(prefix) else key: v
-            for key, v in state_dict.items()
+            prefix + f"{WRAPPED_MODULE}." + key[len(prefix) :]
+            if key.startswith(prefix) and key not in own
+            else key: value
+            for key, value in state_dict.items()
         }
         state_dict.clear()
         state_dict.update(renamed)
