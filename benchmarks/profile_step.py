@@ -52,7 +52,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     ),
     "write-back check": ("engine.unit:Unit.write_back",),
     "gather: streams": ("engine.unit:Unit.start_gather",),
-    "gather: allocate": ("engine.buffers:FullBuffer.allocate",),
+    "gather: allocate": ("engine.buffers:FlatBuffer.allocate",),
     "gather: input": ("engine.flat_param:FlatParamHandle.gather_input",),
     "gather: collective": ("engine.collectives:Group.gather",),
     "gather: wait": ("engine.unit:Unit._wait",),

@@ -2,19 +2,59 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from .layout import Layout
 from .tensor_parallel import Distributions, as_shown
 
 
-class FullBuffer:
+class FlatBuffer:
     """A whole flat buffer that exists only while needed: the tensor stays, its memory does not.
 
-    Views are made once and stay valid while the memory comes and goes. ``alias`` shares the
-    memory but not the version counter, so that refilling the buffer does not look to autograd
-    like an in-place change of a saved parameter. ``shown`` is what the module computes with:
-    ``views``, or DTensors made of them where parameters are distributed.
+    ``alias`` shares the memory but not the version counter, so that filling the buffer again does
+    not look to autograd like an in-place change of what it saved.
+    """
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            self.flat = torch.empty(layout.padded_numel, dtype=dtype, device=device)
+            self._storage = self.flat.untyped_storage()
+            self._nbytes = self._storage.nbytes()
+            self.alias = self.flat.data
+            self._make_views(layout)
+            self._storage.resize_(0)
+
+    def _make_views(self, layout: Layout) -> None:
+        """Make, once, the views that stay valid while the memory comes and goes."""
+        raise NotImplementedError
+
+    def allocate(self) -> None:
+        self._storage.resize_(self._nbytes)
+
+    def release(self) -> None:
+        self._storage.resize_(0)
+
+
+class ReduceBuffer(FlatBuffer):
+    """Full gradients on their way, and ``places`` for them."""
+
+    def _make_views(self, layout: Layout) -> None:
+        self._layout = layout
+        self.places = [self.alias.as_strided(s.shape, s.stride, s.offset) for s in layout.slots]
+
+    @functools.cached_property
+    def gaps(self) -> list[torch.Tensor]:
+        """What lies between the places, for those to whom its content matters."""
+        return [self.alias[start:end] for start, end in self._layout.gaps()]
+
+
+class FullBuffer(FlatBuffer):
+    """Full parameters, as ``views``; ``shown`` is what the module computes with.
+
+    Those are the views, or DTensors made of them where parameters are distributed. ``own`` is the
+    part that this rank's shard fills.
     """
 
     #: Whether the buffer is the shard itself.
@@ -23,30 +63,20 @@ class FullBuffer:
     def __init__(
         self,
         layout: Layout,
+        rank: int,
         dtype: torch.dtype,
         device: torch.device,
         distributions: Distributions = (),
     ) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            self.flat = torch.empty(layout.padded_numel, dtype=dtype, device=device)
-            self._storage = self.flat.untyped_storage()
-            self._nbytes = self._storage.nbytes()
-            self._make_views(layout, distributions)
-            self._storage.resize_(0)
+        self._rank = rank
+        self._distributions = distributions
+        super().__init__(layout, dtype, device)
 
-    def _make_views(self, layout: Layout, distributions: Distributions) -> None:
-        self.alias = self.flat.data
+    def _make_views(self, layout: Layout) -> None:
+        start = self._rank * layout.shard_numel
+        self.own = self.alias[start : start + layout.shard_numel]
         self.views = [self.flat.as_strided(s.shape, s.stride, s.offset) for s in layout.slots]
-        self.shown = as_shown(self.views, distributions)
-        self.writable = [self.alias.as_strided(s.shape, s.stride, s.offset) for s in layout.slots]
-        self.gaps = [self.alias[start:end] for start, end in layout.gaps()]
-        self.shards = self.alias.view(layout.world_size, -1).unbind()
-
-    def allocate(self) -> None:
-        self._storage.resize_(self._nbytes)
-
-    def release(self) -> None:
-        self._storage.resize_(0)
+        self.shown = as_shown(self.views, self._distributions)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in this buffer, so that it dies with it."""
@@ -64,9 +94,12 @@ class StandingBuffer(FullBuffer):
     def __init__(
         self, layout: Layout, shard: torch.Tensor, distributions: Distributions = ()
     ) -> None:
+        self._rank = 0
+        self._distributions = distributions
         with torch.inference_mode(False), torch.no_grad():
             self.flat = shard
-            self._make_views(layout, distributions)
+            self.alias = shard.data
+            self._make_views(layout)
 
     def allocate(self) -> None:
         pass

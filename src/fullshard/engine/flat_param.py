@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..api import ShardingStrategy, adopt
-from .buffers import FullBuffer, StandingBuffer
+from .buffers import FullBuffer, ReduceBuffer, StandingBuffer
 from .device import lines_for
 from .flattening import check_uniform, cuts, flat_stride, flattened, own_part
 from .layout import FlatParamShardMetadata, Layout, Piece, alignment_elements
@@ -106,7 +106,8 @@ class FlatParamHandle:
         shards = self.strategy is not ShardingStrategy.NO_SHARD
         self.rank: int = process_group.rank() if shards else 0
         self._mixed_precision = (mp_param_dtype, mp_reduce_dtype)
-        self._buffers: dict[tuple[torch.dtype, bool], FullBuffer] = {}
+        self._buffers: dict[torch.dtype, FullBuffer] = {}
+        self._reduce_buffers: dict[torch.dtype, ReduceBuffer] = {}
         self._presence: Presence | None = None
         if places is None:
             places = find_places(fully_sharded_module, self.params)
@@ -339,15 +340,22 @@ class FlatParamHandle:
 
     # -- buffers ------------------------------------------------------------------------------
 
-    def buffer(self, dtype: torch.dtype, reduce: bool = False) -> FullBuffer:
-        """The full (or the reduce) buffer of ``dtype``, made at its first use."""
-        buffer = self._buffers.get((dtype, reduce))
+    def buffer(self, dtype: torch.dtype) -> FullBuffer:
+        """The full buffer of ``dtype``, made at its first use."""
+        buffer = self._buffers.get(dtype)
         if buffer is None:
-            if self.layout.world_size == 1 and self._stands(dtype) and not reduce:
+            if self.layout.world_size == 1 and self._stands(dtype):
                 buffer = StandingBuffer(self.layout, self.shard_tensor, self.distributions)
             else:
-                buffer = FullBuffer(self.layout, dtype, self.device, self.distributions)
-            self._buffers[dtype, reduce] = buffer
+                buffer = FullBuffer(self.layout, self.rank, dtype, self.device, self.distributions)
+            self._buffers[dtype] = buffer
+        return buffer
+
+    def reduce_buffer(self, dtype: torch.dtype) -> ReduceBuffer:
+        """The buffer that gradients are reduced from in ``dtype``, made at its first use."""
+        buffer = self._reduce_buffers.get(dtype)
+        if buffer is None:
+            buffer = self._reduce_buffers[dtype] = ReduceBuffer(self.layout, dtype, self.device)
         return buffer
 
     def _stands(self, dtype: torch.dtype) -> bool:
@@ -356,6 +364,7 @@ class FlatParamHandle:
     def forget_buffers(self) -> None:
         """Make new buffers at the next use."""
         self._buffers.clear()
+        self._reduce_buffers.clear()
         self._presence = None
 
     def presence(self, present: tuple[bool, ...] | None) -> Marks:
@@ -370,9 +379,8 @@ class FlatParamHandle:
         if shard.dtype == buffer.flat.dtype and shard.device == buffer.flat.device:
             return shard
         # Cast (or upload) straight into this rank's slice: no memory beside the buffer's own.
-        mine = buffer.shards[self.rank]
-        mine.copy_(shard, non_blocking=True)
-        return mine
+        buffer.own.copy_(shard, non_blocking=True)
+        return buffer.own
 
     def cut(self, flat: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """``flat`` (a shard, or all of it when nothing is sharded) cut along the parameters.
@@ -398,21 +406,13 @@ class FlatParamHandle:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a handle is, without the views and buffers that follow from it."""
-        derived = (
-            "_buffers",
-            "_presence",
-            "sharded",
-            "_containers",
-            "_keys",
-            "_visible",
-            "watched",
-        )
+        buffers = {"_buffers", "_reduce_buffers", "_presence"}
+        derived = {*buffers, "sharded", "_containers", "_keys", "_visible", "watched"}
         return {key: value for key, value in self.__dict__.items() if key not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._buffers = {}
-        self._presence = None
+        self._buffers, self._reduce_buffers, self._presence = {}, {}, None
         self.flat_param.data = self.shard_tensor
         self.rebind()
 

@@ -37,7 +37,7 @@ class Staged(NamedTuple):
 
     def release(self) -> None:
         if self.handle.is_sharded:
-            self.handle.buffer(self.flat.dtype, reduce=True).release()
+            self.handle.reduce_buffer(self.flat.dtype).release()
 
 
 class Own(NamedTuple):
@@ -88,15 +88,17 @@ def stage(handle: FlatParamHandle, gradients: Gradients, trainable: Sequence[boo
     """Copy the gradients into a reduce buffer, casting on the way."""
     dtype = handle.dtypes.reduce
     if handle.is_sharded:
-        buffer = handle.buffer(dtype, reduce=True)
+        buffer = handle.reduce_buffer(dtype)
         buffer.allocate()
-        flat, places, gaps = buffer.alias, buffer.writable, buffer.gaps
+        flat, places = buffer.alias, buffer.places
+        if not handle.use_orig_params and buffer.gaps:
+            torch._foreach_zero_(buffer.gaps)
     else:
         flat = torch.empty(handle.layout.padded_numel, dtype=dtype, device=handle.device)
         places = [flat.as_strided(s.shape, s.stride, s.offset) for s in handle.layout.slots]
-        gaps = [flat[start:end] for start, end in handle.layout.gaps()]
-    if gaps and not handle.use_orig_params:
-        torch._foreach_zero_(gaps)
+        if not handle.use_orig_params:
+            for start, end in handle.layout.gaps():
+                flat[start:end].zero_()
     present = [gradient for gradient in gradients if gradient is not None]
     pattern: tuple[bool, ...] | None = None
     absent: list[int] = []

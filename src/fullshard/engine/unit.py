@@ -285,7 +285,7 @@ class Unit:
                     f"(unit {self.name!r}, which computes in {buffer.flat.dtype}: the change would "
                     "lose precision); change them before forward, or in summon_full_params"
                 )
-            handle.shard_tensor.data.copy_(buffer.shards[handle.rank])
+            handle.shard_tensor.data.copy_(buffer.own)
         self._changes = []
 
     def keep_changes_so_far(self) -> None:
