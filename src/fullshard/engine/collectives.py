@@ -129,14 +129,16 @@ class Group:
         return self.size <= _BROADCASTING_RANKS and nbytes >= _BROADCAST_BYTES
 
     def _broadcast_pieces(self, output: torch.Tensor, piece: torch.Tensor) -> list[Started]:
-        parts = output.view(torch.uint8).view(self.size, -1).unbind()
-        mine = piece.view(torch.uint8)
-        if mine.data_ptr() != parts[self.rank].data_ptr():
-            parts[self.rank].copy_(mine)
-        return [
+        parts = list(output.view(torch.uint8).view(self.size, -1).unbind())
+        own, parts[self.rank] = parts[self.rank], piece.view(torch.uint8)
+        broadcasts = [
             Started(self.group.broadcast([part], options), [part])
             for part, options in zip(parts, self._from_each, strict=True)
         ]
+        # While they are under way: a rank's own part is sent from where it rests.
+        if own.data_ptr() != piece.data_ptr():
+            own.copy_(parts[self.rank])
+        return broadcasts
 
     def gather_to_first(
         self, outputs: Sequence[torch.Tensor], piece: torch.Tensor, unit: str
