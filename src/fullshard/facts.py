@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -28,6 +28,7 @@ class UnitFacts(nn.Module):
 
     _unit: Unit
     _schedule: Schedule | None
+    _full_precision_in_eval: bool
 
     @property
     def process_group(self) -> Any:
@@ -81,6 +82,32 @@ class UnitFacts(nn.Module):
     @property
     def _flat_param(self) -> FlatParameter | None:
         return self._unit.handles[0].flat_param if self._unit.handles else None
+
+    @property
+    def _all_handles(self) -> list[FlatParamHandle]:
+        """The handles of this wrapper's unit and of those below it."""
+        return [h for m in self.modules() if isinstance(m, UnitFacts) for h in m._unit.handles]
+
+    @property
+    def _sync_gradients(self) -> bool:
+        """Whether a backward reduces gradients; False inside ``no_sync``."""
+        return self._unit.synchronizes
+
+    @property
+    def _comm_hook(self) -> Callable[..., Any] | None:
+        """The function that ``register_comm_hook`` was given."""
+        hook = self._unit.reduction.comm_hook
+        return None if hook is None else hook.function
+
+    @property
+    def _comm_hook_state(self) -> object:
+        """What that function is called with."""
+        hook = self._unit.reduction.comm_hook
+        return None if hook is None else hook.state
+
+    @property
+    def _use_full_prec_in_eval(self) -> bool:
+        return self._full_precision_in_eval
 
     @property
     def training_state(self) -> TrainingState:

@@ -25,7 +25,7 @@ from .engine.process_groups import ProcessGroups, resolve_groups
 from .engine.schedule import Schedule
 from .engine.suitability import check_modules, check_one_device, note_places
 from .engine.unit import Unit, UnitOptions
-from .facts import UnitFacts
+from .facts import TrainingState, UnitFacts
 from .gradient_methods import GradientMethods
 from .state.full_params import summon
 from .state.initialize import check_initializable
@@ -380,9 +380,27 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
             self._schedule.reshard(self._unit)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """``nn.Module.apply`` with full parameters in place; changes are kept."""
-        with self.summon_full_params(self):
+        """``nn.Module.apply`` with full parameters in place; changes are kept.
+
+        Refused inside ``summon_full_params``, whose options decide whether changes are kept.
+        """
+        if self._applying:
             return super().apply(fn)
+        wrappers = self.fsdp_modules(self)
+        for wrapper in wrappers:
+            if wrapper._unit.summoned:
+                wrapper._assert_state(TrainingState.IDLE)
+        with self.summon_full_params(self):
+            for wrapper in wrappers:
+                wrapper._applying = True
+            try:
+                return super().apply(fn)
+            finally:
+                for wrapper in wrappers:
+                    wrapper._applying = False
+
+    #: Whether ``apply`` of this wrapper, or of one around it, has its full parameters in place.
+    _applying = False
 
     # -- moving, copying, saving ------------------------------------------------------------------
 

@@ -126,6 +126,24 @@ def test_a_unit_tells_the_type_of_its_state_dicts_and_its_ranks() -> None:
 
 
 @ranks(2)
+def test_units_tell_their_handles_their_hook_and_whether_they_synchronize() -> None:
+    def hook(state: object, gradient: torch.Tensor, shard: torch.Tensor) -> None: ...
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(fullshard.engine.flat_param._FSDP_USE_FULL_PREC_IN_EVAL, "1")
+        model, state = build(), object()
+    units = FullyShardedDataParallel.fsdp_modules(model)
+
+    assert model._all_handles == [unit._handle for unit in units]
+    assert {(unit._comm_hook, unit._comm_hook_state) for unit in units} == {(None, None)}
+    assert all(unit._use_full_prec_in_eval and unit._sync_gradients for unit in units)
+    with model.no_sync():
+        assert not any(unit._sync_gradients for unit in units)
+    model.register_comm_hook(state, hook)
+    assert {(unit._comm_hook, unit._comm_hook_state) for unit in units} == {(hook, state)}
+
+
+@ranks(2)
 def test_a_unit_tells_that_it_is_in_the_middle_of_a_step() -> None:
     seen = []
 

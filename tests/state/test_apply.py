@@ -95,6 +95,20 @@ def test_an_exception_in_apply_leaves_sharded_parameters() -> None:
 
 
 @ranks(2)
+def test_apply_inside_summon_is_refused_since_it_could_not_keep_changes() -> None:
+    model = FSDP(build(Net), auto_wrap_policy=blocks_policy())
+    summoned = FSDP.summon_full_params(model.blocks[1], writeback=False)
+
+    with pytest.raises(ValueError, match=r"expected to be in states .*IDLE"), summoned:
+        model.apply(fill)
+
+    assert_at_rest(model)
+    model.apply(fill)
+    with FSDP.summon_full_params(model):
+        assert model.head.bias.eq(0.5).all()
+
+
+@ranks(2)
 def test_apply_in_the_middle_of_a_forward_is_refused() -> None:
     class Applying(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -178,6 +178,18 @@ def test_offloaded_gradients_are_clipped_where_they_are() -> None:
     torch.testing.assert_close(model.clip_grad_norm_(0.01).to(expected.device), expected)
 
 
+@pytest.mark.parametrize("given", ["0.01", torch.tensor(0.01)])
+@ranks(2)
+def test_a_maximum_from_a_command_line_or_in_a_tensor_clips_as_a_number(given: Any) -> None:
+    model = FSDP(build(Net), auto_wrap_policy=blocks_policy())
+    train_step(model, 0)
+    before = model.clip_grad_norm_(given)
+    after = model.clip_grad_norm_(0.01)
+
+    assert before > 0.1
+    torch.testing.assert_close(after, torch.full_like(after, 0.01))
+
+
 @ranks(2)
 def test_a_part_of_the_model_and_the_middle_of_a_step_are_refused() -> None:
     model = FSDP(build(Net), auto_wrap_policy=blocks_policy())

@@ -65,6 +65,20 @@ def test_a_module_around_units_and_a_unit_inside_can_be_summoned(use_orig_params
         assert shapes(around[1].blocks[1]) != shapes(bare.blocks[1])
 
 
+@ranks(2)
+def test_what_is_summoned_is_not_summoned_again_with_other_options() -> None:
+    model = wrap()
+    outer = FSDP.summon_full_params(model.blocks[0], writeback=False, rank0_only=True)
+    inner = FSDP.summon_full_params(model)
+
+    with pytest.raises(AssertionError, match=r"already unsharding .*'blocks.0'"), outer, inner:
+        pass
+
+    assert_at_rest(model)
+    with FSDP.summon_full_params(model.blocks[0]), FSDP.summon_full_params(model.blocks[1]):
+        assert shapes(model.blocks[1]) == shapes(build(Net).blocks[1])
+
+
 @pytest.mark.parametrize("writeback", [False, True])
 @ranks(2)
 def test_who_holds_the_flat_parameter_sees_and_changes_full_values_through_it(
@@ -169,7 +183,7 @@ def test_combinations_that_cannot_work_are_refused() -> None:
     ):
         pass
     with (
-        pytest.raises(NotImplementedError, match="with_grads=True is only supported with use_orig"),
+        pytest.raises(NotImplementedError, match="with_grads=True, use_orig_params=False"),
         FSDP.summon_full_params(flat, with_grads=True),
     ):
         pass

@@ -288,6 +288,20 @@ def test_a_device_mesh_gives_the_group() -> None:
         FSDP(linears(), process_group=dist.group.WORLD, device_mesh=mesh)
 
 
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@ranks(2)
+def test_groups_that_do_not_fit_a_hybrid_strategy_are_refused_in_the_words_of_torch(
+    strategy: str,
+) -> None:
+    hybrid = ShardingStrategy[strategy]
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    with pytest.raises(ValueError, match="Expected device_mesh to have ndim=2 but got 1"):
+        FSDP(linears(), device_mesh=mesh, sharding_strategy=hybrid)
+    given = r"passed in as either None or Tuple\[dist.ProcessGroup, dist.ProcessGroup\] but got"
+    with pytest.raises(ValueError, match=given):
+        FSDP(linears(), process_group=dist.group.WORLD, sharding_strategy=hybrid)
+
+
 @ranks(2)
 def test_module_states_of_the_first_rank_are_taken_over_by_every_unit() -> None:
     torch.manual_seed(dist.get_rank())

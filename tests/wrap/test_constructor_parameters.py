@@ -282,6 +282,12 @@ def test_mixing_frozen_and_trainable_parameters_is_an_error_in_flat_mode(kind: s
     assert not FSDP.fsdp_modules(model)
 
 
+def test_a_unit_made_by_hand_of_frozen_and_trainable_parameters_is_refused_with_advice() -> None:
+    message = "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`"
+    with pytest.raises(ValueError, match=f"{re.escape(message)}: wrap the frozen parameters"):
+        FSDP(LoraModel(), RankAndSize())
+
+
 @pytest.mark.parametrize("kind", FROZEN_POLICIES)
 def test_mixing_frozen_and_trainable_parameters_is_a_warning_with_originals(kind: str) -> None:
     policy = FROZEN_POLICIES[kind]

@@ -69,6 +69,8 @@ class Operation(NamedTuple):
 #: An operation and its number among those of its process group.
 Place = tuple[int, Operation]
 _ASKED = "fullshard/asked"
+#: What a forward does to units.
+_OF_FORWARD = ("gather", "run")
 
 
 class Agreement:
@@ -228,11 +230,20 @@ def _describe(place: int, histories: dict[int, dict[int, Operation]]) -> str:
         f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {operation}"
         for operation, ranks in sides.items()
     )
+    forward = all(_is_in_forward(place, h) for h in histories.values() if place in h)
     return (
+        f"{'Forward order differs across ranks. ' if forward else ''}"
         f"Ranks disagree about operation {place} of this process group: {told}. Every rank "
         "must run the same units in the same order; look for control flow that depends on a "
         "rank's own data, an exception caught on one rank only, or models built differently."
     )
+
+
+def _is_in_forward(place: int, history: dict[int, Operation]) -> bool:
+    """Whether a forward has begun before ``place`` and done nothing else since."""
+    while (operation := history.get(place)) is not None and operation.verb in _OF_FORWARD:
+        place -= 1
+    return operation is not None and operation.verb.startswith(("forward", "evaluation"))
 
 
 class NoAgreement:

@@ -20,7 +20,8 @@ def check_uniform(params: Sequence[nn.Parameter], use_orig_params: bool) -> None
     if not use_orig_params:
         if len({p.requires_grad for p in params}) > 1:
             raise ValueError(
-                "Must flatten tensors with uniform requires_grad when use_orig_params=False"
+                "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: "
+                "wrap the frozen parameters on their own, or pass use_orig_params=True"
             )
         if not params[0].dtype.is_floating_point and not params[0].dtype.is_complex:
             raise ValueError("Cannot flatten integer dtype tensors")

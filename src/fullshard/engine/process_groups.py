@@ -30,7 +30,10 @@ def resolve_groups(
 ) -> ProcessGroups:
     """Read the groups off a process group, a pair of them, a device mesh, or the default."""
     if process_group is not None and device_mesh is not None:
-        raise ValueError("Cannot pass both process_group and device_mesh at the same time.")
+        raise ValueError(
+            "Cannot pass both process_group and device_mesh at the same time. Please just pass "
+            "only one of them."
+        )
     _check_kinds(process_group, device_mesh)
     if strategy in HYBRID_STRATEGIES:
         return _hybrid(process_group, device_mesh, strategy)
@@ -70,8 +73,8 @@ def _hybrid(process_group: Any, device_mesh: Any, strategy: ShardingStrategy) ->
     if device_mesh is not None:
         if device_mesh.ndim != 2:
             raise ValueError(
-                f"{strategy} takes a 2-D device mesh (copies by shards), but got one of "
-                f"{device_mesh.ndim} dimensions"
+                f"Expected device_mesh to have ndim=2 but got {device_mesh.ndim}: {strategy} takes "
+                "a 2-D device mesh (copies by shards)"
             )
         return ProcessGroups(device_mesh.get_group(1), device_mesh.get_group(0))
     if process_group is None:
@@ -79,8 +82,9 @@ def _hybrid(process_group: Any, device_mesh: Any, strategy: ShardingStrategy) ->
     if isinstance(process_group, tuple) and len(process_group) == 2:
         return ProcessGroups(*process_group)
     raise ValueError(
-        "Expected process_group to be passed in as either None or a pair of process groups "
-        f"(shards, copies) for {strategy}, but got {type(process_group).__name__}"
+        "Expected process_group to be passed in as either None or "
+        f"Tuple[dist.ProcessGroup, dist.ProcessGroup] but got {type(process_group)}: {strategy} "
+        "takes a pair of groups, of those that share shards and of those that hold copies"
     )
 
 

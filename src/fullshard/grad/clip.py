@@ -29,6 +29,9 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scale the gradients of ``model`` in place; return their norm before it."""
     _check(schedule, units, norm_type)
+    if not isinstance(max_norm, torch.Tensor):
+        # Programs pass on what they read from a command line or a file.
+        max_norm = float(max_norm)
     found = _gradients(model, units)
     gradients = [gradient for part in found.values() for gradient in part]
     with torch.no_grad():

@@ -38,7 +38,7 @@ def summon(
     summoned: list[_Summoned] = []
     try:
         for unit, schedule in units:
-            if not unit.summoned and unit.handles:
+            if unit.handles:
                 assert schedule is not None
                 schedule.rest(unit)
                 visible = unit.shards.rank == 0 or not rank0_only
@@ -244,8 +244,17 @@ def _check(
                 "Cannot manually unshard parameters during forward/backward "
                 f"(unit {unit.name!r} is in the middle of a step)"
             )
+        if unit.summoned:
+            raise AssertionError(
+                "Cannot manually unshard parameters when already unsharding parameters "
+                f"(unit {unit.name!r} is inside another summon_full_params, whose options decide "
+                "what is shown and kept)"
+            )
         if with_grads and not unit.options.use_orig_params and unit.handles:
-            raise NotImplementedError("with_grads=True is only supported with use_orig_params=True")
+            raise NotImplementedError(
+                f"with_grads=True, use_orig_params=False, offload_to_cpu={offload_to_cpu} is not "
+                "supported yet: gradients are shown in full by use_orig_params=True"
+            )
         if with_grads and any(handle.local_gradients for handle in unit.handles):
             raise RuntimeError(
                 f"Unit {unit.name!r} holds unreduced gradients (no_sync); run a backward outside "
