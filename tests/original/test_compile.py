@@ -9,6 +9,7 @@ import torch
 import torch._dynamo
 from tests.original.training import (
     STRATEGIES,
+    assert_at_rest,
     assert_same_parameters,
     build,
     full_parameters,
@@ -105,3 +106,17 @@ def test_units_compiled_on_their_own_train_as_eager_ones_do() -> None:
     for step in range(4):
         expected = train(eager, optimizers[0], step)
         torch.testing.assert_close(train(model, optimizers[1], step), expected)
+
+
+@ranks(2, timeout=240)
+def test_a_compiled_model_survives_a_forward_that_raises() -> None:
+    torch._dynamo.reset()
+    eager, model = wrapped(ShardingStrategy.FULL_SHARD), wrapped(ShardingStrategy.FULL_SHARD)
+    compiled = torch.compile(model, backend="eager")
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (eager, compiled)]
+    for step in range(3):
+        with pytest.raises(RuntimeError):
+            compiled(inputs(step, 4, 6))
+        assert_at_rest(model)
+        expected = train(eager, optimizers[0], step)
+        torch.testing.assert_close(train(compiled, optimizers[1], step), expected)
