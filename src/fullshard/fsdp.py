@@ -31,7 +31,7 @@ from .state.full_params import summon
 from .state.initialize import check_initializable
 from .state.optim_state_dicts import OptimStateDicts
 from .state.state_dicts import StateDicts
-from .traced import traced_forward
+from .traced import run_traced
 from .wrap import (
     collector_paused,
     find_misfits,
@@ -218,7 +218,7 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with full parameters in place."""
         if torch.compiler.is_dynamo_compiling():
-            return traced_forward(self, args, kwargs)
+            return run_traced(self, self.module, args, kwargs)
         return self._run(self.module, args, kwargs)
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -435,6 +435,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def gathered(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return run_traced(module, method, args, kwargs)
         return module._run(method, args, kwargs)
 
     setattr(module.module, method_name, gathered)

@@ -4,6 +4,7 @@ because what Dynamo must not trace has to be a function of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +16,16 @@ if TYPE_CHECKING:
 
 
 @torch._disable_dynamo(recursive=False)
-def traced_forward(
-    wrapper: FullyShardedDataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
+def run_traced(
+    wrapper: FullyShardedDataParallel,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
-    """Forward as ``torch.compile`` sees it: the module is traced, what surrounds it is not."""
+    """``wrapper._run`` for Dynamo: ``function`` is traced, what surrounds it is not."""
     args, kwargs, call = _before(wrapper, args, kwargs)
     try:
-        output = wrapper.module(*args, **kwargs)
+        output = function(*args, **kwargs)
     except BaseException as error:
         _abandon(wrapper, error, (args, kwargs))
         raise

@@ -120,3 +120,20 @@ def test_a_compiled_model_survives_a_forward_that_raises() -> None:
         assert_at_rest(model)
         expected = train(eager, optimizers[0], step)
         torch.testing.assert_close(train(compiled, optimizers[1], step), expected)
+
+
+@ranks(2, timeout=240)
+def test_a_registered_method_can_be_compiled() -> None:
+    class Generator(Layer):
+        def generate(self, x: torch.Tensor) -> torch.Tensor:
+            return self(self(x))
+
+    torch._dynamo.reset()
+    bare, model = build(Generator), FSDP(build(Generator), use_orig_params=True)
+    model.register_forward_method("generate")
+    generate: Any = torch.compile(lambda x: model.generate(x), backend="eager")
+    for step in range(2):
+        output = generate(inputs(step))
+        torch.testing.assert_close(output, bare.generate(inputs(step)))
+        output.sum().backward()
+        assert_at_rest(model)
