@@ -144,6 +144,18 @@ def test_a_parameter_of_another_shape_is_refused(use: str) -> None:
     assert f"lin{dist.get_rank() + 1}.weight" in str(error.value)
 
 
+@pytest.mark.parametrize("how", ["None", "del"])
+@ranks(2)
+def test_a_parameter_that_was_removed_is_told(how: str) -> None:
+    _, model = pair()
+    if how == "None":
+        model.module.lin2.bias = None
+    else:
+        del model.module.lin2.bias
+    with pytest.raises(RuntimeError, match=r"'lin2\.bias' was removed from its Linear"):
+        model(inputs(0))
+
+
 @ranks(2)
 def test_a_gradient_of_another_shape_is_refused() -> None:
     _, model = pair()
