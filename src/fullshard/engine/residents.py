@@ -92,6 +92,9 @@ class Residents:
             progress = self.progress[unit]
             progress.close()
             progress.held = False
+            if progress.active:
+                # A backward inside a forward: the unit is needed until that ends.
+                continue
             if creates_graph and not progress.prefetched:
                 progress.pinned = True
                 unit.show_sharded()
