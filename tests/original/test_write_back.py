@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from typing import Any
@@ -121,6 +122,46 @@ def test_a_replaced_gradient_is_stepped_and_added_to(
     for optimizer in optimizers:
         optimizer.step()
     assert_same_parameters(reference.module, model)
+
+
+def replace_all(model: nn.Module, through_data: bool) -> None:
+    """Make every parameter half as large again, by new data or by new parameters."""
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if through_data:
+                parameter.data = parameter.data * 1.5
+            else:
+                setattr(module, name, nn.Parameter(parameter.data * 1.5))
+
+
+@pytest.mark.parametrize("through_data", [True, False])
+@pytest.mark.parametrize("gathered", ["by prefetching", "inside no_sync", "by unshard"])
+@ranks(2)
+def test_what_is_gathered_ahead_or_kept_has_what_was_replaced(
+    gathered: str, through_data: bool
+) -> None:
+    for strategy in STRATEGIES:
+        reference = build(Net)
+        model = FSDP(
+            build(Net),
+            sharding_strategy=strategy,
+            auto_wrap_policy=blocks_policy(),
+            use_orig_params=True,
+        )
+        for step in range(3):
+            with model.no_sync() if gathered == "inside no_sync" else contextlib.nullcontext():
+                model(inputs(step)).sum().backward()
+            if gathered == "by unshard":
+                for block in model.blocks:
+                    block.unshard(async_op=True)
+            replace_all(model, through_data)
+            with torch.no_grad():
+                for parameter in reference.parameters():
+                    parameter.mul_(1.5)
+                expected = reference(inputs(step))
+            torch.testing.assert_close(model(inputs(step)), expected)
 
 
 @pytest.mark.parametrize("use", ["forward", "summon"])

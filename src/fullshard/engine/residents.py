@@ -83,6 +83,9 @@ class Residents:
                 stays = progress.asked_for == unit.versions()
             else:
                 stays = (progress.kept or progress.pinned) and not changed
+            if stays and not unit.shows_full:
+                unit.finish_gather()
+                stays = not unit.write_back()
             if not stays:
                 self.abandon(unit)
 

@@ -21,7 +21,7 @@ from .progress import Call
 from .residents import Residents
 from .side_outputs import SideOutputs
 from .structures import replace_tensors, tensors_in
-from .unit import Unit
+from .unit import State, Unit
 
 
 class Schedule:
@@ -61,7 +61,7 @@ class Schedule:
         if unit.summoned:
             return
         if not self.is_idle:
-            self._residents.prefetch(unit, exact=False)
+            self._prefetch(unit, exact=False)
             return
         self._backward.break_off()
         if unit.shows_full or self._progress[unit].asked_for is not None:
@@ -245,7 +245,13 @@ class Schedule:
             following = previous[position + 1]
             # A hook that runs before its forward may change what a gather now would read.
             if not following.pre_hooks:
-                self._residents.prefetch(following, exact)
+                self._prefetch(following, exact)
+
+    def _prefetch(self, unit: Unit, exact: bool) -> None:
+        """Begin to gather a unit for a forward, with what the user replaced since its last one."""
+        if unit.state is State.SHARDED:
+            unit.write_back()
+            self._residents.prefetch(unit, exact)
 
     def _ask_inputs(self, unit: Unit, inputs: Any) -> Call | None:
         """Have the inputs' gradients tell when the unit's backward is over.
