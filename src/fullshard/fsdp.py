@@ -31,6 +31,7 @@ from .state.full_params import summon
 from .state.initialize import check_initializable
 from .state.optim_state_dicts import OptimStateDicts
 from .state.state_dicts import StateDicts
+from .traced import run_traced
 from .wrap import (
     collector_paused,
     find_misfits,
@@ -217,7 +218,7 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with full parameters in place."""
         if torch.compiler.is_dynamo_compiling():
-            return _traced_forward(self, args, kwargs)
+            return run_traced(self, self.module, args, kwargs)
         return self._run(self.module, args, kwargs)
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -452,6 +453,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def gathered(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return run_traced(module, method, args, kwargs)
         return module._run(method, args, kwargs)
 
     setattr(module.module, method_name, gathered)
@@ -459,28 +462,3 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 def _unit_name(path: str, wrapper: FullyShardedDataParallel) -> str:
     return clean_tensor_name(f"{path}.")[:-1] if path else f"(root) {type(wrapper.module).__name__}"
-
-
-def _traced_forward(
-    wrapper: FullyShardedDataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Forward as ``torch.compile`` sees it: the module is traced, what surrounds it is not."""
-    args, kwargs, call = _before_traced(wrapper, args, kwargs)
-    output = wrapper.module(*args, **kwargs)
-    return _after_traced(wrapper, output, call)
-
-
-@torch._disable_dynamo
-def _before_traced(wrapper: FullyShardedDataParallel, args: Any, kwargs: Any) -> Any:
-    schedule = wrapper._schedule or wrapper._start()
-    schedule.enter(wrapper._unit)
-    return wrapper._before_module(schedule, args, kwargs)
-
-
-@torch._disable_dynamo
-def _after_traced(wrapper: FullyShardedDataParallel, output: Any, call: Any) -> Any:
-    schedule = wrapper._schedule
-    assert schedule is not None
-    output = wrapper._after_module(schedule, output, call)
-    schedule.leave(wrapper._unit)
-    return output

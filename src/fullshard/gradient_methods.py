@@ -44,6 +44,16 @@ class GradientMethods(nn.Module):
             for unit, synchronizes in zip(units, before, strict=True):
                 unit.synchronizes = synchronizes
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As for any module; between forward and backward as well.
+
+        There a module may be showing full parameters, which are not those that have gradients.
+        """
+        showing = [unit for unit in self._units() if unit.shows_full and not unit.summoned]
+        hidden = [p for unit in showing for handle in unit.handles for p in handle.watched]
+        visible = [p for p in self.parameters() if p.is_leaf]
+        nn.ParameterList([*hidden, *visible]).zero_grad(set_to_none)
+
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Switch what :meth:`no_sync` switches, without a context."""
         for unit in self._units():

@@ -25,6 +25,7 @@ from torch import nn
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy
 from fullshard.testing import ranks
+from fullshard.wrap import ModuleWrapPolicy
 
 EACH_MODE = pytest.mark.parametrize(("strategy", "use_orig_params"), MODES)
 EACH_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
@@ -197,6 +198,70 @@ def test_auxiliary_losses_stored_on_modules_reach_their_parameters(
         sharding_strategy=strategy,
         auto_wrap_policy=lambda module, recurse, **_: recurse or isinstance(module, Block),
     )
+
+
+@pytest.mark.parametrize("before", ["not there", None, 0.0, torch.zeros(())])
+@ranks(2)
+def test_auxiliary_losses_that_begin_with_a_later_step_reach_their_parameters(
+    before: torch.Tensor | float | str | None,
+) -> None:
+    class Late(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+            if not isinstance(before, str):
+                self.aux = before
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            output = super().forward(x)
+            if self.calls > 1:
+                # After the output, so that autograd comes to it first.
+                self.aux = self.up(x).square().mean()
+            return output
+
+    class LateNet(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Late() for _ in range(3))
+
+    def step_of(model: Any, step: int) -> torch.Tensor:
+        loss = model(inputs(step)).square().mean()
+        if step > 0:
+            loss = loss + sum(block.aux for block in model.blocks)
+        loss.backward()
+        return loss.detach()
+
+    compare(LateNet, step_of, auto_wrap_policy=ModuleWrapPolicy({Late}))
+
+
+@EACH_STRATEGY
+@pytest.mark.parametrize("nested", [False, True])
+@ranks(2)
+def test_a_backward_inside_of_a_forward_leaves_its_parameters_in_place(
+    nested: bool, strategy: ShardingStrategy
+) -> None:
+    class Chunks(Net):
+        """The head's loss goes backward chunk by chunk, to need less memory."""
+
+        def forward(self, x: torch.Tensor) -> Any:
+            hidden = self.embed(x)
+            for block in self.blocks:
+                hidden = block(hidden)
+            leaf, total = hidden.detach().requires_grad_(), torch.zeros(())
+            for chunk in leaf.chunk(2):
+                loss = self.head(chunk).square().mean()
+                loss.backward()
+                total = total + loss.detach().cpu()
+            return hidden, leaf.grad, total
+
+    def step_of(model: Any, step: int) -> torch.Tensor:
+        hidden, gradient, loss = model(inputs(step))
+        hidden.backward(gradient)
+        return loss
+
+    classes = {Block, nn.Linear} if nested else {Block}
+    compare(Chunks, step_of, sharding_strategy=strategy, auto_wrap_policy=ModuleWrapPolicy(classes))
 
 
 @EACH_STRATEGY

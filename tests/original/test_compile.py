@@ -9,6 +9,7 @@ import torch
 import torch._dynamo
 from tests.original.training import (
     STRATEGIES,
+    assert_at_rest,
     assert_same_parameters,
     build,
     full_parameters,
@@ -105,3 +106,34 @@ def test_units_compiled_on_their_own_train_as_eager_ones_do() -> None:
     for step in range(4):
         expected = train(eager, optimizers[0], step)
         torch.testing.assert_close(train(model, optimizers[1], step), expected)
+
+
+@ranks(2, timeout=240)
+def test_a_compiled_model_survives_a_forward_that_raises() -> None:
+    torch._dynamo.reset()
+    eager, model = wrapped(ShardingStrategy.FULL_SHARD), wrapped(ShardingStrategy.FULL_SHARD)
+    compiled = torch.compile(model, backend="eager")
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (eager, compiled)]
+    for step in range(3):
+        with pytest.raises(RuntimeError):
+            compiled(inputs(step, 4, 6))
+        assert_at_rest(model)
+        expected = train(eager, optimizers[0], step)
+        torch.testing.assert_close(train(compiled, optimizers[1], step), expected)
+
+
+@ranks(2, timeout=240)
+def test_a_registered_method_can_be_compiled() -> None:
+    class Generator(Layer):
+        def generate(self, x: torch.Tensor) -> torch.Tensor:
+            return self(self(x))
+
+    torch._dynamo.reset()
+    bare, model = build(Generator), FSDP(build(Generator), use_orig_params=True)
+    model.register_forward_method("generate")
+    generate: Any = torch.compile(lambda x: model.generate(x), backend="eager")
+    for step in range(2):
+        output = generate(inputs(step))
+        torch.testing.assert_close(output, bare.generate(inputs(step)))
+        output.sum().backward()
+        assert_at_rest(model)

@@ -87,6 +87,26 @@ def test_parameter_groups_train_as_under_ddp(
         check_parity(reference, model, pair, set_to_none)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2)
+def test_the_models_own_zero_grad_works_between_forward_and_backward(
+    strategy: ShardingStrategy, set_to_none: bool
+) -> None:
+    reference, bare = DDP(build(Net)), build(Net)
+    model = FSDP(
+        bare, sharding_strategy=strategy, auto_wrap_policy=blocks_policy(), use_orig_params=True
+    )
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
+    for step in range(3):
+        for each, optimizer in zip((reference, model), optimizers, strict=True):
+            loss = loss_of(each, step)
+            each.zero_grad(set_to_none)
+            loss.backward()
+            optimizer.step()
+    assert_same_parameters(reference.module, model)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @ranks(2)
 def test_parameter_groups_train_with_offloaded_parameters(strategy: ShardingStrategy) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from typing import Any
@@ -123,6 +124,46 @@ def test_a_replaced_gradient_is_stepped_and_added_to(
     assert_same_parameters(reference.module, model)
 
 
+def replace_all(model: nn.Module, through_data: bool) -> None:
+    """Make every parameter half as large again, by new data or by new parameters."""
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if through_data:
+                parameter.data = parameter.data * 1.5
+            else:
+                setattr(module, name, nn.Parameter(parameter.data * 1.5))
+
+
+@pytest.mark.parametrize("through_data", [True, False])
+@pytest.mark.parametrize("gathered", ["by prefetching", "inside no_sync", "by unshard"])
+@ranks(2)
+def test_what_is_gathered_ahead_or_kept_has_what_was_replaced(
+    gathered: str, through_data: bool
+) -> None:
+    for strategy in STRATEGIES:
+        reference = build(Net)
+        model = FSDP(
+            build(Net),
+            sharding_strategy=strategy,
+            auto_wrap_policy=blocks_policy(),
+            use_orig_params=True,
+        )
+        for step in range(3):
+            with model.no_sync() if gathered == "inside no_sync" else contextlib.nullcontext():
+                model(inputs(step)).sum().backward()
+            if gathered == "by unshard":
+                for block in model.blocks:
+                    block.unshard(async_op=True)
+            replace_all(model, through_data)
+            with torch.no_grad():
+                for parameter in reference.parameters():
+                    parameter.mul_(1.5)
+                expected = reference(inputs(step))
+            torch.testing.assert_close(model(inputs(step)), expected)
+
+
 @pytest.mark.parametrize("use", ["forward", "summon"])
 @ranks(2)
 def test_a_parameter_of_another_shape_is_refused(use: str) -> None:
@@ -142,6 +183,18 @@ def test_a_parameter_of_another_shape_is_refused(use: str) -> None:
     with pytest.raises(RuntimeError, match=message) as error:
         use_it()
     assert f"lin{dist.get_rank() + 1}.weight" in str(error.value)
+
+
+@pytest.mark.parametrize("how", ["None", "del"])
+@ranks(2)
+def test_a_parameter_that_was_removed_is_told(how: str) -> None:
+    _, model = pair()
+    if how == "None":
+        model.module.lin2.bias = None
+    else:
+        del model.module.lin2.bias
+    with pytest.raises(RuntimeError, match=r"'lin2\.bias' was removed from its Linear"):
+        model(inputs(0))
 
 
 @ranks(2)

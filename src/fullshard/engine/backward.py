@@ -152,6 +152,9 @@ class Backward:
         """The unit's backward is over: its parameters are not needed any more."""
         progress = self._progress[unit]
         progress.close()
+        if progress.active:
+            # A backward inside its own forward, which still computes with the full parameters.
+            return
         if self._creates_graph:
             # Gradients that are differentiated again reach the parameters by ways of their own.
             progress.pinned = True

@@ -6,6 +6,7 @@ communicates: it offers the buffers that a unit hands to the collectives.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -310,8 +311,9 @@ class FlatParamHandle:
             return False
         if list(map(torch.Tensor.data_ptr, self.watched)) == self._addresses:
             found = map(operator.getitem, self._containers, self._keys)
-            if not any(map(operator.is_not, found, self._visible)):
-                return False
+            with contextlib.suppress(KeyError):
+                if not any(map(operator.is_not, found, self._visible)):
+                    return False
         if self.use_orig_params:
             self._take_over_parameters()
         else:
@@ -327,8 +329,8 @@ class FlatParamHandle:
         with torch.no_grad():
             for index, (places, view) in enumerate(zip(self.places, self.sharded, strict=True)):
                 old = self.params[index]
-                found = [place.module._parameters.get(place.name) for place in places]
-                new = next((p for p in found if p is not None and p is not old), old)
+                found = [_parameter_at(place) for place in places]
+                new = next((parameter for parameter in found if parameter is not old), old)
                 if new is old and old.data_ptr() == view.data_ptr():
                     continue
                 check_shape("parameter", places[0], view, new)
@@ -415,6 +417,17 @@ class FlatParamHandle:
         self._buffers, self._reduce_buffers, self._presence = {}, {}, None
         self.flat_param.data = self.shard_tensor
         self.rebind()
+
+
+def _parameter_at(place: Place) -> nn.Parameter:
+    found = place.module._parameters.get(place.name)
+    if found is None:
+        raise RuntimeError(
+            f"Parameter {place.path!r} was removed from its {type(place.module).__name__} after "
+            "wrapping, which still manages it: remove parameters, or register what replaces them "
+            "(pruning, parametrizations, adapters), before wrapping"
+        )
+    return found
 
 
 def check_shape(what: str, where: Any, expected: torch.Tensor, given: torch.Tensor) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .side_outputs import SideOutputs
 
 
 class Call:
@@ -43,7 +46,7 @@ class Progress:
         #: Left gathered by a backward with ``create_graph``, for the backward that follows.
         self.pinned = False
         #: Where the unit's modules keep tensors for others, such as auxiliary losses.
-        self.side_outputs: list[tuple[nn.Module, str]] | None = None
+        self.side_outputs: SideOutputs | None = None
         #: The graph task in which a gradient reached the unit's output; None when closed.
         self.task: int | None = None
         #: Calls whose outputs were reached and whose inputs were not, see ``Backward._close``.
@@ -53,7 +56,7 @@ class Progress:
         self.inputs_tell: bool | None = None
         #: Needed until the end of backward, since no input's gradient can tell.
         self.held = False
-        #: When the unit's last forward began, in autograd's numbers.
+        #: When the unit's last forward, the outermost of nested ones, began, in autograd's numbers.
         self.birth = 0
 
     def close(self) -> None:

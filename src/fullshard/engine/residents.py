@@ -83,6 +83,9 @@ class Residents:
                 stays = progress.asked_for == unit.versions()
             else:
                 stays = (progress.kept or progress.pinned) and not changed
+            if stays and not unit.shows_full:
+                unit.finish_gather()
+                stays = not unit.write_back()
             if not stays:
                 self.abandon(unit)
 
@@ -92,6 +95,9 @@ class Residents:
             progress = self.progress[unit]
             progress.close()
             progress.held = False
+            if progress.active:
+                # A backward inside a forward: the unit is needed until that ends.
+                continue
             if creates_graph and not progress.prefetched:
                 progress.pinned = True
                 unit.show_sharded()

@@ -8,7 +8,7 @@ first output's gradient to the end of a backward, and both share the ``residents
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from .backward import Backward
 from .device import lines_for
 from .progress import Call
 from .residents import Residents
+from .side_outputs import SideOutputs
 from .structures import replace_tensors, tensors_in
-from .unit import Unit
+from .unit import State, Unit
 
 
 class Schedule:
@@ -60,7 +61,7 @@ class Schedule:
         if unit.summoned:
             return
         if not self.is_idle:
-            self._residents.prefetch(unit, exact=False)
+            self._prefetch(unit, exact=False)
             return
         self._backward.break_off()
         if unit.shows_full or self._progress[unit].asked_for is not None:
@@ -123,7 +124,8 @@ class Schedule:
         tracked = torch.is_grad_enabled()
         unit.show_full(tracked)
         if tracked and not in_backward():
-            progress.birth = torch.autograd._get_sequence_nr()
+            if progress.active == 1:
+                progress.birth = torch.autograd._get_sequence_nr()
             unit.count_as_run_now()
         if tracked and unit.handles and (progress.inputs_tell or unit.is_mixed):
             return self._ask_inputs(unit, inputs)
@@ -210,21 +212,11 @@ class Schedule:
                 "gradients unreduced; run it under torch.no_grad(), or outside of the context"
             )
 
-    def _side_outputs(self, unit: Unit) -> list[torch.Tensor]:
-        """Tensors that the unit's modules keep as attributes, by which autograd may enter too.
-
-        Where to look is learned at the unit's first forward.
-        """
+    def _side_outputs(self, unit: Unit) -> Iterator[torch.Tensor]:
         progress = self._progress[unit]
         if progress.side_outputs is None:
-            progress.side_outputs = [
-                (module, name)
-                for module in unit.module.modules()
-                for name, value in vars(module).items()
-                if not name.startswith("_") and any(map(unit.made, tensors_in(value)))
-            ]
-        found = [tensors_in(vars(m).get(name)) for m, name in progress.side_outputs]
-        return [tensor for tensors in found for tensor in tensors if unit.made(tensor)]
+            progress.side_outputs = SideOutputs(unit)
+        return progress.side_outputs.made_since(progress.birth)
 
     def _begin_pass(self, unit: Unit) -> None:
         unit.begin_pass()
@@ -253,7 +245,13 @@ class Schedule:
             following = previous[position + 1]
             # A hook that runs before its forward may change what a gather now would read.
             if not following.pre_hooks:
-                self._residents.prefetch(following, exact)
+                self._prefetch(following, exact)
+
+    def _prefetch(self, unit: Unit, exact: bool) -> None:
+        """Begin to gather a unit for a forward, with what the user replaced since its last one."""
+        if unit.state is State.SHARDED:
+            unit.write_back()
+            self._residents.prefetch(unit, exact)
 
     def _ask_inputs(self, unit: Unit, inputs: Any) -> Call | None:
         """Have the inputs' gradients tell when the unit's backward is over.

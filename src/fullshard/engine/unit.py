@@ -295,12 +295,17 @@ class Unit:
             self.remember_values()
             self.lines.gather_after_compute()
 
-    def write_back(self) -> None:
-        """Take over what the user replaced; only while sharded parameters are shown."""
+    def write_back(self) -> bool:
+        """Take over what the user replaced; only while sharded parameters are shown.
+
+        Returns whether there was anything: what is gathered already does not have it.
+        """
         replaced = [handle.write_back() for handle in self.handles]
-        if any(replaced):
-            # Compute wrote into shards that a gather is about to read.
-            self.lines.gather_after_compute()
+        if not any(replaced):
+            return False
+        # Compute wrote into shards that a gather is about to read.
+        self.lines.gather_after_compute()
+        return True
 
     def _tracked(self) -> list[list[torch.Tensor]]:
         """Per group, the full parameters as autograd knows them; frozen ones as plain views."""

@@ -1,0 +1,55 @@
+"""Tensors that modules keep as attributes, such as auxiliary losses: outputs in all but name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .structures import tensors_in
+from .unit import Unit
+
+
+class SideOutputs:
+    """The attributes of a unit's modules by which autograd may enter it, beside its outputs.
+
+    Which of them to look at is decided at the unit's first forward, and again when modules have
+    got further attributes: those that hold tensors, and those that stand for a value to come.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._attributes = [vars(module) for module in unit.module.modules()]
+        self._count = -1
+        self._places: list[tuple[dict[str, Any], str]] = []
+
+    def made_since(self, birth: int) -> Iterator[torch.Tensor]:
+        """Those that lead into the unit by nodes not older than ``birth``, in autograd's count."""
+        count = sum(map(len, self._attributes))
+        if count != self._count:
+            self._count = count
+            self._places = [
+                (attributes, name)
+                for attributes in self._attributes
+                for name, value in attributes.items()
+                if not name.startswith("_") and self._is_of_interest(value)
+            ]
+        for attributes, name in self._places:
+            value = attributes.get(name)
+            if value is None or isinstance(value, (int, float)):
+                continue
+            for tensor in tensors_in(value):
+                if self._unit.made(tensor) and tensor.grad_fn._sequence_nr() >= birth:  # type: ignore[union-attr]
+                    yield tensor
+
+    def _is_of_interest(self, value: Any) -> bool:
+        """Whether there is such a tensor, or a place that a later forward may put one in."""
+        if isinstance(value, (int, float)):
+            return value == 0 and value is not False
+        if value is None or isinstance(value, (list, dict)):
+            return True
+        if isinstance(value, torch.Tensor) and value.grad_fn is None:
+            # Larger ones are a module's constants, or parameters.
+            return value.numel() == 1
+        return any(map(self._unit.made, tensors_in(value)))
