@@ -30,6 +30,7 @@ class Schedule:
     def __init__(self, root: Unit, units: Sequence[Unit]) -> None:
         self.root = root
         self.units = list(units)
+        self._modules = {unit.module for unit in units}
         self._residents = Residents(self.units)
         self._progress = self._residents.progress
         self._lines = lines_for(root.device)
@@ -215,7 +216,7 @@ class Schedule:
     def _side_outputs(self, unit: Unit) -> Iterator[torch.Tensor]:
         progress = self._progress[unit]
         if progress.side_outputs is None:
-            progress.side_outputs = SideOutputs(unit)
+            progress.side_outputs = SideOutputs(unit, self._modules)
         return progress.side_outputs.made_since(progress.birth)
 
     def _begin_pass(self, unit: Unit) -> None:

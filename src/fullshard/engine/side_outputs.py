@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
+from .build import own_modules
 from .structures import tensors_in
 from .unit import Unit
 
@@ -16,11 +18,13 @@ class SideOutputs:
 
     Which of them to look at is decided at the unit's first forward, and again when modules have
     got further attributes: those that hold tensors, and those that stand for a value to come.
+    Modules inside of nested units, whose own modules are among those ``of_units``, are theirs.
     """
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, of_units: Container[nn.Module]) -> None:
         self._unit = unit
-        self._attributes = [vars(module) for module in unit.module.modules()]
+        own = own_modules(unit.module, of_units.__contains__)
+        self._attributes = [vars(module) for module in own]
         self._count = -1
         self._places: list[tuple[dict[str, Any], str]] = []
 
@@ -47,7 +51,9 @@ class SideOutputs:
         """Whether there is such a tensor, or a place that a later forward may put one in."""
         if isinstance(value, (int, float)):
             return value == 0 and value is not False
-        if value is None or isinstance(value, (list, dict)):
+        if value is None:
+            return True
+        if isinstance(value, (list, dict)) and not value:
             return True
         if isinstance(value, torch.Tensor) and value.grad_fn is None:
             # Larger ones are a module's constants, or parameters.
