@@ -183,8 +183,8 @@ def test_the_prediction_is_within_a_tenth_of_what_a_step_takes(given: dict[str, 
     _, predicted = predict_memory(gpt_subject(options), options, 2, CPU)
     measured = max(run_on_ranks(2, measure, options))
 
-    # Half of what is promised: a part of the schedule that is not followed costs less than that.
-    assert predicted.total == pytest.approx(measured, rel=0.05)
+    # Mostly within 2 %; but gloo's own scratch is there or not when a step takes the most.
+    assert predicted.total == pytest.approx(measured, rel=0.1)
 
 
 def test_a_rank_alone_is_predicted_too() -> None:

@@ -1,9 +1,10 @@
 """Every file in examples/ runs, as a user would run it."""
 
-import functools
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-@functools.cache
+FILES = sorted(EXAMPLES.glob("*.py"))
+Printed = dict[str, Future[str]]
+
+
 def run_example(file: Path) -> str:
     finished = subprocess.run(
         [sys.executable, str(file)], capture_output=True, text=True, timeout=300
@@ -20,25 +24,34 @@ def run_example(file: Path) -> str:
     return finished.stdout
 
 
-@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.py")), ids=lambda file: file.name)
-def test_example_runs(file: Path) -> None:
-    assert run_example(file)
+@pytest.fixture(scope="module")
+def printed() -> Iterator[Printed]:
+    """What each example prints; all of them run at the same time."""
+    with ThreadPoolExecutor() as pool:
+        yield {file.name: pool.submit(run_example, file) for file in FILES}
 
 
-def test_training_on_two_ranks_learns_the_sum() -> None:
-    losses = re.findall(r"loss ([\d.]+)", run_example(EXAMPLES / "train_two_ranks.py"))
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_example_runs(file: Path, printed: Printed) -> None:
+    assert printed[file.name].result()
+
+
+def test_training_on_two_ranks_learns_the_sum(printed: Printed) -> None:
+    losses = re.findall(r"loss ([\d.]+)", printed["train_two_ranks.py"].result())
 
     first, *_, last = map(float, losses)
     assert last < first / 5
 
 
-def test_adapters_learn_and_cost_gradients_and_optimizer_state_of_their_own_size_only() -> None:
-    printed = run_example(EXAMPLES / "lora.py")
+def test_adapters_learn_and_cost_gradients_and_optimizer_state_of_their_own_size_only(
+    printed: Printed,
+) -> None:
+    output = printed["lora.py"].result()
 
     for name in ("LoRA", "full fine-tuning"):
-        losses = [float(x) for x in re.findall(rf"{name} +step +\d+ +loss ([\d.]+)", printed)]
+        losses = [float(x) for x in re.findall(rf"{name} +step +\d+ +loss ([\d.]+)", output)]
         assert losses[-1] < losses[0] / 5, name
-    rows = dict(re.findall(r"^(\w[\w ,]+?) {2,}.* ([\d.]+)$", printed, re.MULTILINE))
+    rows = dict(re.findall(r"^(\w[\w ,]+?) {2,}.* ([\d.]+)$", output, re.MULTILINE))
     # Adapters are in float32 beside a base of bfloat16: twice the bytes of their share.
     share = float(rows["trainable parameters, whole model"])
     assert share < 0.05
