@@ -36,7 +36,8 @@ class Backward:
         self._progress = residents.progress
         self._lines = lines
         self._units = len(units)
-        self._offloads = any(handle.offload for unit in units for handle in unit.handles)
+        #: Whether shards and gradients rest on the host, away from where the units compute.
+        self.offloads = any(handle.offload for unit in units for handle in unit.handles)
         #: How many there have been: hooks and failures are told apart by it.
         self._number = 0
         self._creates_graph = False
@@ -210,7 +211,7 @@ class Backward:
                 del self._with_local_gradients[unit]
         self._lines.compute_after_reduces()
         reduced = [unit.reduction for unit in self._reduced]
-        if self._offloads:
+        if self.offloads:
             self._lines.host_after_reduces()
         for reduction in reduced:
             reduction.free_buffers()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 
 import torch
 
@@ -10,7 +11,7 @@ from .layout import Layout
 from .tensor_parallel import Distributions, as_shown
 
 
-class FlatBuffer:
+class FlatBuffer(ABC):
     """A whole flat buffer that exists only while needed: the tensor stays, its memory does not.
 
     ``alias`` shares the memory but not the version counter, so that filling the buffer again does
@@ -26,9 +27,9 @@ class FlatBuffer:
             self._make_views(layout)
             self._storage.resize_(0)
 
+    @abstractmethod
     def _make_views(self, layout: Layout) -> None:
         """Make, once, the views that stay valid while the memory comes and goes."""
-        raise NotImplementedError
 
     def allocate(self) -> None:
         self._storage.resize_(self._nbytes)

@@ -6,7 +6,6 @@ communicates: it offers the buffers that a unit hands to the collectives.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -311,9 +310,12 @@ class FlatParamHandle:
             return False
         if list(map(torch.Tensor.data_ptr, self.watched)) == self._addresses:
             found = map(operator.getitem, self._containers, self._keys)
-            with contextlib.suppress(KeyError):
+            try:
                 if not any(map(operator.is_not, found, self._visible)):
                     return False
+            except KeyError:
+                # Something was removed; what, is told below.
+                pass
         if self.use_orig_params:
             self._take_over_parameters()
         else:

@@ -38,7 +38,6 @@ class Schedule:
         self._depth = 0
         self._order: list[Unit] = []
         self._previous_order: list[Unit] = []
-        self._offloads = any(handle.offload for unit in self.units for handle in unit.handles)
 
     @property
     def is_idle(self) -> bool:
@@ -202,7 +201,7 @@ class Schedule:
         if self._depth == 0 and not in_backward():
             self._residents.drop_prefetched()
             self._lines.settle()
-            if self._offloads and not torch.is_grad_enabled():
+            if self._backward.offloads and not torch.is_grad_enabled():
                 # No backward follows that waits: the user may change what is still being read.
                 self._lines.host_after_gathers()
 
