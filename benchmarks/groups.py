@@ -21,6 +21,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
+#: Who asks a group for its backend's name to learn what it can do gets NCCL's.
+BACKEND = "instant_nccl"
+
 
 class PresentStore(dist.Store):
     """A store in which all other ranks have always said already what this one says.
@@ -84,7 +87,7 @@ class Instant(dist.ProcessGroup):
         self.store = PresentStore(size)
 
     def getBackendName(self) -> str:
-        return "instant"
+        return BACKEND
 
     # A group in Python has nowhere else to keep these.
     @property
@@ -95,14 +98,13 @@ class Instant(dist.ProcessGroup):
     def pg_name(self) -> str:
         return self.group_name
 
-    def _launch(self, received: int) -> Work:
-        """Start a collective in which this rank receives ``received`` bytes."""
+    def _launch(self, wholes: Sequence[torch.Tensor], times: float = 1.0) -> Work:
+        """Start a collective on tensors of which each rank holds or gets an equal part.
+
+        ``times`` is how often a rank receives the other ranks' parts.
+        """
         self.calls += 1
         return self._done
-
-    def _share(self, tensor: torch.Tensor) -> int:
-        """Bytes that come from other ranks when all hold an equal part of ``tensor``."""
-        return tensor.nbytes * (self.size() - 1) // self.size()
 
     def _gathered(self, outputs: Sequence[torch.Tensor]) -> None:
         if self.fill:
@@ -119,40 +121,40 @@ class Instant(dist.ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, piece: Any, *_: Any, **__: Any) -> Work:
         self._gathered([output])
-        return self._launch(self._share(output))
+        return self._launch([output])
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], pieces: Any, *_: Any, **__: Any
     ) -> Work:
         self._gathered(outputs)
-        return self._launch(sum(map(self._share, outputs)))
+        return self._launch(outputs)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, full: torch.Tensor, *_: Any, **__: Any
     ) -> Work:
         self._reduced([output])
-        return self._launch(self._share(full))
+        return self._launch([full])
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], *_: Any, **__: Any
     ) -> Work:
         self._reduced(outputs)
-        return self._launch(sum(map(self._share, fulls)))
+        return self._launch(fulls)
 
     def allreduce(self, tensors: Sequence[torch.Tensor], *_: Any, **__: Any) -> Work:
-        return self._launch(2 * sum(map(self._share, tensors)))
+        return self._launch(tensors, times=2)
 
     def allgather(self, outputs: Sequence[Sequence[torch.Tensor]], *_: Any, **__: Any) -> Work:
-        return self._launch(sum(tensor.nbytes for each in outputs for tensor in each))
+        return self._launch([tensor for each in outputs for tensor in each])
 
     def broadcast(self, tensors: Sequence[torch.Tensor], *_: Any, **__: Any) -> Work:
-        return self._launch(sum(tensor.nbytes for tensor in tensors))
+        return self._launch(tensors)
 
     def alltoall_base(self, output: torch.Tensor, *_: Any, **__: Any) -> Work:
-        return self._launch(self._share(output))
+        return self._launch([output])
 
     def barrier(self, *_: Any, **__: Any) -> Work:
-        return self._launch(0)
+        return self._launch([])
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -187,10 +189,12 @@ class Delayed(Instant):
         self.trace: list[Callable[[], float]] | None = None
         self._line = _DeviceLine(device) if device.type == "cuda" else _HostLine()
 
-    def _launch(self, received: int) -> Work:
+    def _launch(self, wholes: Sequence[torch.Tensor], times: float = 1.0) -> Work:
         self.calls += 1
         if self.network is None:
             return self._done
+        from_others = times * (self.size() - 1) / self.size()
+        received = int(from_others * sum(tensor.nbytes for tensor in wholes))
         return self._line.launch(self.network.milliseconds(received), self.trace)
 
 
@@ -280,13 +284,13 @@ def _hand_over(*_: Any) -> dist.ProcessGroup:
     return _made[0]
 
 
-dist.Backend.register_backend("instant", _hand_over, devices=["cpu", "cuda"])
+dist.Backend.register_backend(BACKEND, _hand_over, devices=["cpu", "cuda"])
 
 
 def install(group: Instant) -> None:
     """Make ``group`` the default process group of this process."""
     _made.append(group)
-    dist.init_process_group("instant", store=group.store, rank=0, world_size=group.size())
+    dist.init_process_group(BACKEND, store=group.store, rank=0, world_size=group.size())
 
 
 def install_alone(device: torch.device) -> None:

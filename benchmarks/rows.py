@@ -85,23 +85,33 @@ def fsdp2(model: nn.Module, setting: Setting) -> nn.Module:
 def megatron_fsdp(model: nn.Module, setting: Setting) -> nn.Module:
     if importlib.util.find_spec("megatron_fsdp") is None:
         raise SkipRow("megatron-fsdp is not installed")
-    from megatron_fsdp import fully_shard_model
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
     from torch.distributed.device_mesh import DeviceMesh
 
     device = next(model.parameters()).device
     mesh = DeviceMesh.from_group(
         setting.group or dist.group.WORLD, device.type, mesh_dim_names=("shards",)
     )
-    # It has no fp32 shards unless told so, and takes the compute precision from the model.
+    # It takes the compute precision from the model; the others are fp32 only if it is told so.
     return fully_shard_model(
         model.to(setting.compute),
-        fsdp_unit_modules=[setting.unit],
         device_mesh=mesh,
         dp_shard_dim="shards",
+        fsdp_unit_modules=[setting.unit],
         zero_dp_strategy=3,
-        preserve_fp32_weights=True,
-        grad_reduce_in_fp32=True,
+        device=device,
+        mixed_precision_policy=MixedPrecisionPolicy(
+            main_params_dtype=torch.float32,
+            main_grads_dtype=torch.float32,
+            grad_comm_dtype=torch.float32,
+        ),
     )
+
+
+def megatron_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    from megatron_fsdp import fully_shard_optimizer
+
+    return fully_shard_optimizer(optimizer)
 
 
 def fullshard(model: nn.Module, setting: Setting, strategy: str = "FULL_SHARD") -> nn.Module:
@@ -132,6 +142,11 @@ ROWS: dict[str, Build] = {
     "fullshard SHARD_GRAD_OP": fullshard_grad_op,
 }
 
+#: What a row does to the optimizer of its model, if anything.
+OPTIMIZERS: dict[str, Callable[[torch.optim.Optimizer], torch.optim.Optimizer]] = {
+    "Megatron-FSDP": megatron_optimizer,
+}
+
 
 class Training:
     """One row's model and optimizer; a step is forward, backward, update."""
@@ -141,7 +156,8 @@ class Training:
             # With one rank, FSDP says that it does not shard; that is what is measured.
             warnings.filterwarnings("ignore", message=".*switching to use `NO_SHARD`")
             self.model = ROWS[row](model, setting)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.optimizer = OPTIMIZERS[row](optimizer) if row in OPTIMIZERS else optimizer
         self.batch = batch
 
     def step(self) -> torch.Tensor:

@@ -174,14 +174,17 @@ class _Walk:
             self.gathered[unit.path] = None
         elif moment.event is Event.FORWARD_END:
             self.passed.append(unit.path)
-            # The root is not freed: backward begins with it.
-            if self.facts.strategy is Strategy.FREES_AFTER_FORWARD and not is_root:
+            # The root is not freed: backward begins with it. Whole shards that are computed with as
+            # they are take nothing; copies of them in another precision are freed like others.
+            if self.facts.strategy is not Strategy.KEEPS_UNTIL_BACKWARD and not is_root:
                 self._free_after_forward(unit.path)
         elif moment.event is Event.BACKWARD:
             self._settle()
             self.gathered[unit.path] = None
             before = self.passed.index(unit.path) - 1
-            if before >= 0:
+            # Copies of whole shards are not made ahead while the root's outputs are there.
+            ahead = self.facts.strategy is not Strategy.NOT_SHARDED or not is_root
+            if before >= 0 and ahead:
                 self.gathered[self.passed[before]] = None
         elif moment.event is Event.GRADIENTS:
             self.gathered.pop(unit.path, None)

@@ -194,8 +194,13 @@ class Backward:
             cursor -= 1
         if cursor >= 0:
             self._cursor = cursor
-        if cursor >= 1:
-            self._residents.prefetch(*self._passed[cursor - 1])
+        if cursor < 1:
+            return
+        following, exact = self._passed[cursor - 1]
+        # A copy of whole shards is made in no time. At the beginning of a backward, when what the
+        # loss needs takes the most memory, there is none to spare for it.
+        if following.is_sharded or cursor < len(self._passed) - 1:
+            self._residents.prefetch(following, exact)
 
     # -- the end ------------------------------------------------------------------------------
 

@@ -27,6 +27,18 @@ _BROADCASTING_RANKS = 4
 _BROADCAST_BYTES = 64 * 1024
 
 
+def _reducing(options: Any, operation: Any) -> Any:
+    options.reduceOp = dist.ReduceOp(operation)
+    return options
+
+
+_SUM = _reducing(dist.AllreduceOptions(), dist.ReduceOp.SUM)
+_MEAN = _reducing(dist.AllreduceOptions(), dist.ReduceOp.AVG)
+_MAXIMUM = _reducing(dist.AllreduceOptions(), dist.ReduceOp.MAX)
+_SUM_SCATTER = _reducing(dist.ReduceScatterOptions(), dist.ReduceOp.SUM)
+_MEAN_SCATTER = _reducing(dist.ReduceScatterOptions(), dist.ReduceOp.AVG)
+
+
 class Group:
     """A process group with what the engine asks of it, decided once.
 
@@ -38,7 +50,10 @@ class Group:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self._agreement = agreement_for(group) if isinstance(group, dist.ProcessGroup) else None
-        self._gloo = "gloo" in _backend_name(group)
+        name = _backend_name(group)
+        self._gloo = "gloo" in name
+        #: Whether the backend itself makes means of sums, which saves a kernel for each.
+        self.averages = "nccl" in name and not self._gloo
         self._from_each = [_broadcast_from(rank) for rank in range(self.size)] if self._gloo else []
         if self._gloo:
             leave_time_at_exit()
@@ -163,9 +178,11 @@ class Group:
         self.start_reduce_scatter(output, full, unit)()
 
     def start_reduce_scatter(
-        self, output: torch.Tensor, full: torch.Tensor, unit: str
+        self, output: torch.Tensor, full: torch.Tensor, unit: str, mean: bool = False
     ) -> Callable[[], None]:
         """Begin to reduce; the result is in ``output`` when what is returned has been called.
+
+        A ``mean`` can be asked of a group that ``averages``.
 
         Over gloo the sum is made of an all-to-all and a local addition, which takes 0.6 times as
         long as gloo's own reduce-scatter or less. Not of sends and receives: one that is not
@@ -179,10 +196,11 @@ class Group:
             halves = self.size == 2 and full.device.type == "cpu"
             exchange = self._swap_halves if halves else self._exchange_parts
             return functools.partial(self._add_up, *exchange(full), output)
+        options = _MEAN_SCATTER if mean else _SUM_SCATTER
         if _NEW_NAMES:
-            work = self.group.reduce_scatter_single(output, full)
+            work = self.group.reduce_scatter_single(output, full, options)
         else:
-            work = self.group._reduce_scatter_base(output, full)
+            work = self.group._reduce_scatter_base(output, full, options)
         return functools.partial(self.wait, Started(work))
 
     def _exchange_parts(self, full: torch.Tensor) -> tuple[Started, Sequence[torch.Tensor]]:
@@ -210,29 +228,30 @@ class Group:
         for part in parts[2:]:
             output.add_(part)
 
-    def all_reduce(self, tensor: torch.Tensor, unit: str, verb: str = "all-reduce") -> None:
-        """Sum ``tensor`` over the ranks, in place."""
-        self.start_all_reduce(tensor, unit, verb)()
+    def all_reduce(
+        self, tensor: torch.Tensor, unit: str, verb: str = "all-reduce", mean: bool = False
+    ) -> None:
+        """Sum ``tensor`` over the ranks, in place; or make it their ``mean``, as above."""
+        self.start_all_reduce(tensor, unit, verb, mean)()
 
     def start_all_reduce(
-        self, tensor: torch.Tensor, unit: str, verb: str = "all-reduce"
+        self, tensor: torch.Tensor, unit: str, verb: str = "all-reduce", mean: bool = False
     ) -> Callable[[], None]:
         """Begin to sum ``tensor``; it is the sum when what is returned has been called."""
         if self.size == 1:
             return _nothing
         self.agree(verb, unit, tensor)
         tensor = _own_alias(tensor)
-        return functools.partial(self.wait, self._started(self.group.allreduce([tensor]), tensor))
+        work = self.group.allreduce([tensor], _MEAN if mean else _SUM)
+        return functools.partial(self.wait, self._started(work, tensor))
 
     def all_reduce_max(self, tensor: torch.Tensor, unit: str, verb: str = "maximum") -> None:
         """Replace ``tensor`` by its largest value over the ranks, in place."""
         if self.size == 1:
             return
         self.agree(verb, unit, tensor)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         tensor = _own_alias(tensor)
-        self.wait(self._started(self.group.allreduce([tensor], options), tensor))
+        self.wait(self._started(self.group.allreduce([tensor], _MAXIMUM), tensor))
 
     def broadcast(self, tensors: Sequence[torch.Tensor], unit: str) -> None:
         """Overwrite each tensor with that of the group's first rank."""

@@ -66,12 +66,16 @@ class Own(NamedTuple):
 
 
 class Average(NamedTuple):
-    """How gradients become the mean over all ranks: divided before and after they are summed."""
+    """How gradients become the mean over all ranks.
+
+    The backend does it (``in_collective``), or they are divided before and after they are summed.
+    """
 
     shards: Group
     copies: Group | None
     before: float
     after: float
+    in_collective: bool
 
     @classmethod
     def over(cls, shards: Group, copies: Group | None, dtype: torch.dtype) -> Average:
@@ -81,7 +85,9 @@ class Average(NamedTuple):
             # Half of the range's exponent on either side of the sum: neither end overflows.
             while ranks % (before * 2) == 0 and before * before < ranks:
                 before *= 2
-        return cls(shards, copies, before, ranks / before)
+        in_collective = before == 1.0 and all(g.averages for g in (shards, copies) if g)
+        after = 1.0 if in_collective else ranks / before
+        return cls(shards, copies, before, after, in_collective)
 
 
 def stage(handle: FlatParamHandle, gradients: Gradients, trainable: Sequence[bool]) -> Staged:
@@ -140,7 +146,8 @@ class Reducing(NamedTuple):
         """The mean over all ranks: this rank's shard of it, or all of it."""
         self.await_sum()
         if self.average.copies is not None:
-            self.average.copies.all_reduce(self.sum, self.unit)
+            mean = self.average.in_collective
+            self.average.copies.all_reduce(self.sum, self.unit, mean=mean)
         if self.average.after != 1.0:
             self.sum.div_(self.average.after)
         return self.sum
@@ -148,15 +155,15 @@ class Reducing(NamedTuple):
 
 def start_reduce(staged: Staged, average: Average, unit: str) -> Reducing:
     """Begin to reduce staged gradients."""
-    handle, flat = staged.handle, staged.flat
+    handle, flat, mean = staged.handle, staged.flat, average.in_collective
     if average.before != 1.0:
         flat.div_(average.before)
     if handle.is_sharded:
         total = torch.empty(handle.layout.shard_numel, dtype=flat.dtype, device=flat.device)
-        await_sum = average.shards.start_reduce_scatter(total, flat, unit)
+        await_sum = average.shards.start_reduce_scatter(total, flat, unit, mean)
     else:
         total = flat
-        await_sum = average.shards.start_all_reduce(flat, unit)
+        await_sum = average.shards.start_all_reduce(flat, unit, mean=mean)
     return Reducing(staged, average, unit, total, await_sum)
 
 

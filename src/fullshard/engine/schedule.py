@@ -115,6 +115,9 @@ class Schedule:
             unit.write_back()
         elif progress.asked_for is not None:
             unit.keep_changes()
+        if unit.pre_hooks:
+            # They have just run, and may have changed the shards.
+            self._lines.gather_after_compute()
         if progress.prefetched:
             # Its gather was a guess; that all ranks run the unit has yet to be seen.
             unit.shards.agree("run", unit.name)

@@ -205,11 +205,14 @@ class ModelState:
     def _local_value(self, handle: FlatParamHandle) -> Any:
         """This rank's shard, not copied; where others have other shards, as a part of the whole.
 
-        What saves state dicts of many ranks takes plain tensors for the same on all of them.
+        What saves state dicts of many ranks takes plain tensors for the same on all of them. A
+        shard that is pinned for an accelerator is copied: no ShardedTensor of it can be.
         """
         shard = handle.shard_tensor.detach()
         if self.settings.state_dict_config.offload_to_cpu:
             shard = shard.to("cpu")
+        if shard.is_pinned():
+            shard = shard.clone()
         shape = (handle.layout.numel,)
         if not handle.is_sharded or not sharded_tensors.has_rows(shape):
             return shard
