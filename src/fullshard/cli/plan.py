@@ -108,7 +108,7 @@ def _heading(options: Options, ranks: int, device: torch.device, units: Descript
     ]
     return (
         f"{units.model_class} of {units.elements:,} parameters in {len(units.units)} units, on "
-        f"{ranks} ranks ({device.type}): "
+        f"{ranks} rank{'s' * (ranks > 1)} ({device.type}): "
         + ", ".join([options.strategy, options.precision, *extras])
         + f"; {options.batch} x {options.sequence} tokens per step"
         + (f" in {options.accumulate} passes" if options.accumulate > 1 else "")

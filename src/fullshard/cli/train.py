@@ -60,7 +60,7 @@ def run_training(request: Request) -> int:
     command = ["-m", train_on_rank.__module__, str(folder.path)]
     command += ["--resume"] if request.resume else []
     ranks = ranks_here(options)
-    print(f"fullshard train: starting {ranks} ranks", flush=True)
+    print(f"fullshard train: starting {ranks} rank{'s' * (ranks > 1)}", flush=True)
     try:
         return launch(ranks, launcher_options, command)
     finally:

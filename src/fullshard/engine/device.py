@@ -44,6 +44,8 @@ class HostLines:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        if device.type == "cpu":
+            _teach_allocator()
 
     def __reduce__(self) -> Any:
         """Copies of what uses the lines of a device use the same ones."""
@@ -197,6 +199,22 @@ def _stream_number(device: torch.device) -> Callable[[], int | None]:
     if ask is None or device.index is None:
         return lambda: None
     return functools.partial(ask, device.index)
+
+
+#: A little less than the largest block that glibc learns from.
+_LESSON = 2**25 - 2**13
+
+
+@functools.cache
+def _teach_allocator() -> None:
+    """Have the host's allocator keep freed blocks for those who ask next.
+
+    glibc asks the system for every large block, and gives it back when it is freed; to map and
+    clear the pages anew is a twentieth of a step in which full parameters and gradients come and
+    go. It serves blocks from memory that it keeps, twice as much at most, once it has seen one of
+    that size freed. Programs that free large tensors have shown it; here it is shown at the start.
+    """
+    torch.empty(_LESSON, dtype=torch.uint8, device="cpu")
 
 
 _lines: dict[torch.device, HostLines] = {}
