@@ -293,6 +293,12 @@ def install(group: Instant) -> None:
     dist.init_process_group(BACKEND, store=group.store, rank=0, world_size=group.size())
 
 
+def group_of_one(rank: int) -> dist.ProcessGroup:
+    """A group of this rank alone, beside the default group."""
+    _made.append(Instant(1))
+    return dist.new_group([rank], backend=BACKEND)
+
+
 def install_alone(device: torch.device) -> None:
     """A real default group, NCCL or gloo, in which this process is the only rank."""
     backend = "nccl" if device.type == "cuda" else "gloo"

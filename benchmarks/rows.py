@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import groups
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -86,17 +87,15 @@ def megatron_fsdp(model: nn.Module, setting: Setting) -> nn.Module:
     if importlib.util.find_spec("megatron_fsdp") is None:
         raise SkipRow("megatron-fsdp is not installed")
     from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
-    from torch.distributed.device_mesh import DeviceMesh
 
     device = next(model.parameters()).device
-    mesh = DeviceMesh.from_group(
-        setting.group or dist.group.WORLD, device.type, mesh_dim_names=("shards",)
-    )
+    mesh = _with_a_trivial_dimension(setting.group or dist.group.WORLD, device)
     # It takes the compute precision from the model; the others are fp32 only if it is told so.
     return fully_shard_model(
         model.to(setting.compute),
         device_mesh=mesh,
         dp_shard_dim="shards",
+        tp_dim="alone",
         fsdp_unit_modules=[setting.unit],
         zero_dp_strategy=3,
         device=device,
@@ -105,6 +104,19 @@ def megatron_fsdp(model: nn.Module, setting: Setting) -> nn.Module:
             main_grads_dtype=torch.float32,
             grad_comm_dtype=torch.float32,
         ),
+    )
+
+
+def _with_a_trivial_dimension(group: Any, device: torch.device) -> Any:
+    """A mesh of the group's ranks, and of one rank in a dimension that Megatron-FSDP asks for."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    alone = groups.group_of_one(dist.get_rank())
+    return DeviceMesh.from_group(
+        [group, alone],
+        device.type,
+        mesh=torch.arange(group.size()).view(-1, 1),
+        mesh_dim_names=("shards", "alone"),
     )
 
 

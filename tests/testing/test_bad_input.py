@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.testing.processes import needs_pytest, run_python
+from tests.testing.processes import MarkedProcess, needs_pytest, run_python
 
 from fullshard.testing import RankPool, RankSetupError, device, ranks, run_on_ranks
 
@@ -109,13 +109,15 @@ def test_a_port_in_use_is_refused_in_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("port", ["http", "-1", "65536"])
-def test_a_port_that_is_none_is_refused(tmp_path: Path, port: str) -> None:
+def test_a_port_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TEST)
+    command = ["-m", "fullshard.testing", "test_it.py"]
+    processes = {
+        port: MarkedProcess(command, tmp_path, {"FULLSHARD_TEST_PORT": port})
+        for port in ("http", "-1", "65536")
+    }
 
-    status, output = run_python(
-        ["-m", "fullshard.testing", "test_it.py"], tmp_path, FULLSHARD_TEST_PORT=port
-    )
-
-    assert status != 0
-    assert f"FULLSHARD_TEST_PORT is '{port}', expected a port number" in output
+    for port, process in processes.items():
+        output = process.finish()
+        assert process.process.returncode != 0
+        assert f"FULLSHARD_TEST_PORT is '{port}', expected a port number" in output

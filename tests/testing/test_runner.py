@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-import pytest
-from tests.testing.processes import run_python
+from tests.testing.processes import MarkedProcess, run_python
 
 # Makes the modules impossible to import, as on a machine that has torch and nothing else;
 # Python imports a module of this name at its start.
@@ -52,29 +51,38 @@ def test_with_folder(tmp_path): assert tmp_path.is_dir()
 """
 
 
-def run_tests(folder: Path, module: str, *options: str) -> tuple[int, str]:
-    (folder / "test_it.py").write_text(module)
+FAILING = """
+from fullshard.testing import ranks
+
+@ranks(2)
+def test_wrong(): raise LookupError("lost")
+
+def test_right(): pass
+"""
+
+
+def run_tests(folder: Path, modules: dict[str, str], *options: str) -> tuple[int, str]:
+    for name, text in modules.items():
+        (folder / name).write_text(text)
     (folder / "sitecustomize.py").write_text(SITE_CUSTOMIZE)
-    return run_python(["-m", "fullshard.testing", "test_it.py", *options], folder)
+    return run_python(["-m", "fullshard.testing", ".", *options], folder)
 
 
 def test_test_modules_run_without_pytest(tmp_path: Path) -> None:
-    status, output = run_tests(tmp_path, TESTS)
+    modules = {"test_it.py": TESTS, "test_generated.py": "import hypothesis\n"}
+
+    status, output = run_tests(tmp_path, modules)
 
     assert status == 0, output
-    assert "7 passed, 0 failed, 3 skipped in " in output
+    assert "7 passed, 0 failed, 4 skipped in " in output
     assert "PASSED  test_it.py::test_parametrised[5-named]" in output
     assert "SKIPPED test_it.py::test_skipped_on_ranks (not now)" in output
     assert "test_with_fixture (it asks for monkeypatch, and fixtures need pytest)" in output
+    assert "SKIPPED test_generated.py (hypothesis is not installed)" in output
 
 
 def test_a_failure_is_reported_and_makes_the_exit_status_one(tmp_path: Path) -> None:
-    status, output = run_tests(
-        tmp_path,
-        "from fullshard.testing import ranks\n"
-        "@ranks(2)\ndef test_wrong(): raise LookupError('lost')\n"
-        "def test_right(): pass\n",
-    )
+    status, output = run_tests(tmp_path, {"test_it.py": FAILING})
 
     assert status == 1
     assert "--- ranks 0, 1: LookupError: lost" in output
@@ -82,34 +90,28 @@ def test_a_failure_is_reported_and_makes_the_exit_status_one(tmp_path: Path) -> 
 
 
 def test_a_keyword_selects_tests(tmp_path: Path) -> None:
-    _, output = run_tests(tmp_path, TESTS, "-k", "named")
+    _, output = run_tests(tmp_path, {"test_it.py": TESTS}, "-k", "named")
 
     assert "2 passed, 0 failed, 0 skipped" in output
 
 
-def test_a_module_that_needs_hypothesis_is_skipped_with_a_line(tmp_path: Path) -> None:
-    status, output = run_tests(tmp_path, "import hypothesis\n")
-
-    assert status == 0
-    assert "SKIPPED test_it.py (hypothesis is not installed)" in output
-
-
 def test_a_module_that_cannot_be_imported_fails(tmp_path: Path) -> None:
-    status, output = run_tests(tmp_path, "import there_is_no_such_module\n")
+    status, output = run_tests(tmp_path, {"test_it.py": "import there_is_no_such_module\n"})
 
     assert status == 1
     assert "FAILED  test_it.py" in output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere.py"], "error: there is no nowhere.py: give a test file or a folder of them"),
-        (["."], "error: no tests found: give test files or folders of them"),
-    ],
-)
-def test_wrong_paths_end_with_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
-    status, output = run_python(["-m", "fullshard.testing", *arguments], tmp_path)
+def test_wrong_paths_end_with_one_line(tmp_path: Path) -> None:
+    expected = {
+        "nowhere.py": "error: there is no nowhere.py: give a test file or a folder of them",
+        ".": "error: no tests found: give test files or folders of them",
+    }
+    processes = {
+        path: MarkedProcess(["-m", "fullshard.testing", path], tmp_path, {}) for path in expected
+    }
 
-    assert status == 2
-    assert output.strip().splitlines()[-1] == message
+    for path, process in processes.items():
+        output = process.finish()
+        assert process.process.returncode == 2
+        assert output.strip().splitlines()[-1] == expected[path]

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .memory import Event, Moment
+from .scratch import scratch_bytes
 
 __all__ = ["record_step"]
 
@@ -33,7 +34,7 @@ def record_step(
     ``model`` is on the meta device, in the dtype it will compute in; ``unit_paths`` are the modules
     that will become units, the root ("") among them. ``device`` is where it will compute.
     """
-    recorder = _Recorder([p.untyped_storage() for p in model.parameters()])
+    recorder = _Recorder([p.untyped_storage() for p in model.parameters()], device)
     handles = _watch_units(model, unit_paths, recorder)
     try:
         with recorder, _AttentionOf(device):
@@ -51,8 +52,9 @@ def record_step(
 class _Recorder(TorchDispatchMode):
     """Counts bytes that are alive, and remembers them at every mark and their peak between."""
 
-    def __init__(self, parameters: Sequence[torch.UntypedStorage]) -> None:
+    def __init__(self, parameters: Sequence[torch.UntypedStorage], device: torch.device) -> None:
         super().__init__()
+        self._has_scratch = device.type == "cuda"
         # Parameters are the engine's to count; held here, so that no other takes their address.
         self._parameters = list(parameters)
         self._sizes = {storage._cdata: 0 for storage in parameters}
@@ -69,7 +71,8 @@ class _Recorder(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self._count(leaf.untyped_storage())
         if self._peaks:
-            now = (self.tensors, self.gradients)
+            scratch = scratch_bytes(function, args) if self._has_scratch else 0
+            now = (self.tensors + scratch, self.gradients)
             self._peaks[-1] = max(self._peaks[-1], now, key=sum)
         return result
 

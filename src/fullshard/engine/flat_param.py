@@ -20,7 +20,7 @@ from .device import lines_for
 from .flattening import check_uniform, cuts, flat_stride, flattened, own_part
 from .layout import FlatParamShardMetadata, Layout, Piece, alignment_elements
 from .places import Place, find_places
-from .presence import Marks, Presence
+from .presence import Presence
 from .tensor_parallel import Distribution, distributions_of, local_part
 
 #: Environment variables, by the names under which programs look them up.
@@ -371,11 +371,13 @@ class FlatParamHandle:
         self._reduce_buffers.clear()
         self._presence = None
 
-    def presence(self, present: tuple[bool, ...] | None) -> Marks:
-        """Where to mark the gradients that are ``present``; None for all of them."""
+    @property
+    def presence(self) -> Presence:
+        """What marks the gradients of this rank in a flat buffer that is about to be reduced."""
         if self._presence is None:
-            self._presence = Presence(self.layout, self.dtypes.reduce, self.device)
-        return self._presence.marks(present)
+            dtype = self.dtypes.reduce
+            self._presence = Presence(self.layout, dtype, self.device, stays=self.is_sharded)
+        return self._presence
 
     def gather_input(self, buffer: FullBuffer) -> torch.Tensor:
         """What this rank contributes to a gather into ``buffer``, in its dtype, on its device."""

@@ -53,7 +53,12 @@ class Own(NamedTuple):
         pairs = zip(handle.params, self.gradients, strict=True)
         given = [(parameter, g) for parameter, g in pairs if g is not None]
         # Copies: autograd may hand the same tensor, or one element for all, to others as well.
-        copies = [torch.empty_like(p, dtype=dtype, device=g.device) for p, g in given]
+        if len(given) == len(handle.params):
+            numel = handle.layout.padded_numel
+            flat = torch.empty(numel, dtype=dtype, device=handle.device)
+            copies = [copy for _, copy in handle.cut(flat)]
+        else:
+            copies = [torch.empty_like(p, dtype=dtype, device=g.device) for p, g in given]
         _copy(copies, [gradient for _, gradient in given])
         found = [(parameter, copy) for (parameter, _), copy in zip(given, copies, strict=True)]
         if handle.offload:
@@ -117,8 +122,7 @@ def stage(handle: FlatParamHandle, gradients: Gradients, trainable: Sequence[boo
         absent = [index for index in absent if trainable[index]]
     _copy(places, present)
     if handle.use_orig_params and present:
-        marks = handle.presence(pattern)
-        flat.index_add_(0, marks.starts, marks.zeros)
+        handle.presence.mark(flat, pattern)
     return Staged(handle, flat, absent)
 
 
@@ -235,14 +239,14 @@ def set_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     gradients are such cases; torch compares them with the parameter's data at the moment of
     assignment only.
     """
-    alike = parameter.shape == gradient.shape and parameter.dtype == gradient.dtype
-    if alike and parameter.device == gradient.device:
+    try:
+        # To compare first would take longer than all the rest, for every parameter of a step.
         parameter.grad = gradient
-        return
-    data = parameter.data
-    parameter.data = gradient
-    parameter.grad = gradient
-    parameter.data = data
+    except RuntimeError:
+        data = parameter.data
+        parameter.data = gradient
+        parameter.grad = gradient
+        parameter.data = data
 
 
 def run_hooks(handle: FlatParamHandle) -> None:

@@ -1,0 +1,62 @@
+"""Marks of the gradients that a rank has: where they are, and that there are none elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, strategies
+
+from fullshard.engine.layout import Layout
+from fullshard.engine.presence import IndexedMarks, Presence, ViewedMarks, piece_starts
+from fullshard.testing import device
+
+
+def layout_of(sizes: list[int], ranks: int) -> Layout:
+    names = [f"p{i}" for i in range(len(sizes))]
+    return Layout.pack(
+        names, [(n,) for n in sizes], [(1,)] * len(sizes), world_size=ranks, alignment=4
+    )
+
+
+def marked(flat: torch.Tensor) -> set[int]:
+    """Where a buffer of negative zeros has positive ones."""
+    return set((~flat.signbit()).nonzero().flatten().tolist())
+
+
+@given(
+    sizes=strategies.lists(strategies.integers(0, 40), min_size=1, max_size=5),
+    ranks=strategies.integers(1, 6),
+    flags=strategies.lists(strategies.booleans(), min_size=5, max_size=5),
+)
+def test_every_ranks_piece_of_a_present_gradient_is_marked_and_no_absent_one(
+    sizes: list[int], ranks: int, flags: list[bool]
+) -> None:
+    layout = layout_of(sizes, ranks)
+    for present in (None, flags[: len(sizes)]):
+        wanted = set(piece_starts(layout, present))
+        absent = {
+            place
+            for slot, is_there in zip(layout.slots, present or [True] * len(sizes), strict=True)
+            if not is_there
+            for place in range(slot.offset, slot.end)
+        }
+        by_index, by_view = (torch.full((layout.padded_numel,), -0.0) for _ in range(2))
+        IndexedMarks(sorted(wanted), by_index.dtype, by_index.device).add_to(by_index)
+        ViewedMarks(by_view, layout, present).add_to(by_view)
+
+        assert marked(by_index) == wanted
+        assert marked(by_view) >= wanted
+        assert not marked(by_view) & absent
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_marks_of_a_device_leave_what_they_mark_as_it_is(stays: bool) -> None:
+    layout = layout_of([7, 3, 11], 2)
+    presence = Presence(layout, torch.float32, device(), stays)
+    flat = torch.randn(layout.padded_numel, device=device())
+    before = flat.clone()
+
+    presence.mark(flat, None)
+    presence.mark(flat, (True, False, True))
+
+    torch.testing.assert_close(flat, before, rtol=0, atol=0)
