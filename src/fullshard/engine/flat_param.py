@@ -325,7 +325,9 @@ class FlatParamHandle:
     def _take_over_flat(self) -> None:
         flat = self.flat_param.data
         check_shape("parameter", self.module, self.shard_tensor, flat)
-        self.adopt_shard(flat.contiguous())
+        # Into the memory that full parameters were made for, and that autograd may have saved.
+        self.shard_tensor.data.copy_(flat)
+        self.flat_param.data = self.shard_tensor
 
     def _take_over_parameters(self) -> None:
         with torch.no_grad():
