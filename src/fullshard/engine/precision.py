@@ -67,4 +67,6 @@ class BufferPrecision:
     def _cast(self, module: nn.Module, name: str, dtype: torch.dtype | None) -> None:
         buffer = module._buffers[name]
         if buffer is not None:
-            module._buffers[name] = buffer.to(dtype)
+            # A buffer that was made in inference mode could not take part in training later.
+            with torch.inference_mode(False):
+                module._buffers[name] = buffer.to(dtype)
