@@ -70,6 +70,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "model output": (lambda a, b: ModelOutput(a=a, b=b), lambda o: (o.a, o.b)),
     "callable": (lambda a, b: Distribution(a, b), lambda o: o()),
     "closure": (lambda a, b: lambda: (a, b), lambda o: o()),
+    "sparse": (lambda a, b: [a.to_sparse(), b], lambda o: (o[0].to_dense(), o[1])),
 }
 
 
