@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .side_outputs import SideOutputs
@@ -11,10 +11,16 @@ if TYPE_CHECKING:
 class Call:
     """One forward of a unit whose end of backward is told by its inputs' gradients."""
 
-    __slots__ = ("reached_in",)
+    __slots__ = ("__weakref__", "asking", "reached_in")
 
     def __init__(self) -> None:
         self.reached_in = -1
+        #: The hooks on inputs that may outlive the graph of this forward: they go with it.
+        self.asking: Any = None
+
+    def __del__(self) -> None:
+        if self.asking is not None:
+            self.asking.remove()
 
 
 class Progress:

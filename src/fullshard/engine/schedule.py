@@ -8,6 +8,7 @@ first output's gradient to the end of a backward, and both share the ``residents
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -143,7 +144,8 @@ class Schedule:
         if unit.handles and any(unit.lends(tensor) for tensor in outputs):
             output = replace_tensors(output, lambda t: t.clone() if unit.lends(t) else t)
             outputs = list(tensors_in(output))
-        tracked = [tensor for tensor in outputs if tensor.requires_grad]
+        # No gradient comes into the unit by a leaf, which is an input that passed through.
+        tracked = [tensor for tensor in outputs if tensor.grad_fn is not None]
         if torch.is_grad_enabled():
             tracked += self._side_outputs(unit)
         if tracked:
@@ -182,7 +184,7 @@ class Schedule:
         """
         nodes: dict[Any, None] = {}
         for tensor in outputs:
-            if self._depth == 1 or tensor.grad_fn is None:
+            if self._depth == 1:
                 tensor.register_hook(hook)
             else:
                 nodes[tensor.grad_fn] = None
@@ -267,9 +269,12 @@ class Schedule:
             self._progress[unit].held = bool(self._progress[unit].inputs_tell)
             return None
         call = Call()
-        hook = functools.partial(self._backward.on_input_gradients, unit, call)
+        # The outputs' hooks hold the call, and so it lasts as long as the forward's graph.
+        hook = functools.partial(self._backward.on_input_gradients, unit, weakref.ref(call))
         if len(tensors) == 1:
-            tensors[0].register_hook(hook)
+            asking: Any = tensors[0].register_hook(hook)
         else:
-            torch.autograd.graph.register_multi_grad_hook(tensors, hook)
+            asking = torch.autograd.graph.register_multi_grad_hook(tensors, hook)
+        if any(tensor.is_leaf for tensor in tensors):
+            call.asking = asking
         return call
