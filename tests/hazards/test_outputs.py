@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import pytest
@@ -283,3 +284,56 @@ def test_a_parameter_kept_beyond_forward_under_no_grad_stays_valid(
     assert_at_rest(model)
     assert torch.equal(weight, bare.inner.weight)
     assert weight.device == device()
+
+
+@dataclasses.dataclass(slots=True)
+class Auxiliary:
+    loss: torch.Tensor
+
+
+HIDDEN: dict[str, tuple[Any, Any]] = {
+    "slots": (Auxiliary, lambda hidden: hidden.loss),
+    "deque": (lambda loss: collections.deque([loss]), lambda hidden: hidden[0]),
+    "closure": (lambda loss: lambda: loss, lambda hidden: hidden()),
+    "partial": (lambda loss: functools.partial(torch.neg, loss), lambda hidden: hidden()),
+}
+
+
+class Branch(nn.Module):
+    """A loss that is computed last, so that autograd begins with it, beside the main output."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.main, self.side = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> Any:
+        hidden = torch.tanh(self.main(x))
+        loss = torch.tanh(self.side(hidden)).square().mean()
+        if self.kind == "argument":
+            losses.append(loss)
+            return hidden, None
+        return hidden, HIDDEN[self.kind][0](loss)
+
+
+class Branches(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Branch(kind) for _ in range(3))
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        for layer in self.layers:
+            x, hidden = layer(x, losses)
+            if hidden is not None:
+                losses.append(HIDDEN[self.kind][1](hidden))
+        return x.square().mean() + sum(losses)
+
+
+@pytest.mark.parametrize("kind", [*HIDDEN, "argument"])
+@ranks(2)
+def test_what_is_hidden_beside_other_outputs_leads_gradients_back(kind: str) -> None:
+    compare(
+        lambda: Branches(kind), auto_wrap_policy=ModuleWrapPolicy({Branch}), use_orig_params=False
+    )

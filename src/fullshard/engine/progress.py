@@ -31,6 +31,7 @@ class Progress:
         "asked_for",
         "birth",
         "held",
+        "inputs",
         "inputs_tell",
         "kept",
         "open_calls",
@@ -51,6 +52,8 @@ class Progress:
         self.kept = False
         #: Left gathered by a backward with ``create_graph``, for the backward that follows.
         self.pinned = False
+        #: What the running forward was called with, and may put tensors into.
+        self.inputs: Any = None
         #: Where the unit's modules keep tensors for others, such as auxiliary losses.
         self.side_outputs: SideOutputs | None = None
         #: The graph task in which a gradient reached the unit's output; None when closed.

@@ -21,8 +21,11 @@ from .device import lines_for
 from .progress import Call
 from .residents import Residents
 from .side_outputs import SideOutputs
-from .structures import replace_tensors, tensors_in
+from .structures import hold_containers, replace_tensors, tensors_in
 from .unit import State, Unit
+
+#: What a module is called with, by position and by name.
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Schedule:
@@ -105,7 +108,7 @@ class Schedule:
         self._depth += 1
         self._progress[unit].active += 1
 
-    def before_module(self, unit: Unit, exact: bool, inputs: Any) -> Call | None:
+    def before_module(self, unit: Unit, exact: bool, inputs: Inputs) -> Call | None:
         """Put full parameters in place."""
         if unit.summoned:
             self._check_summoned(unit)
@@ -130,6 +133,7 @@ class Schedule:
         if tracked and not in_backward():
             if progress.active == 1:
                 progress.birth = torch.autograd._get_sequence_nr()
+                progress.inputs = inputs if hold_containers(*inputs) else None
             unit.count_as_run_now()
         if tracked and unit.handles and (progress.inputs_tell or unit.is_mixed):
             return self._ask_inputs(unit, inputs)
@@ -146,8 +150,9 @@ class Schedule:
             outputs = list(tensors_in(output))
         # No gradient comes into the unit by a leaf, which is an input that passed through.
         tracked = [tensor for tensor in outputs if tensor.grad_fn is not None]
+        inputs, progress.inputs = progress.inputs, None
         if torch.is_grad_enabled():
-            tracked += self._side_outputs(unit)
+            tracked += self._side_outputs(unit, inputs)
         if tracked:
             hook = functools.partial(self._backward.on_output_gradient, unit, unit.exact, call)
             self._hook_outputs(tracked, hook)
@@ -194,6 +199,7 @@ class Schedule:
     def abandon(self, unit: Unit) -> None:
         """A unit's forward raised: leave nothing behind."""
         progress = self._progress[unit]
+        progress.inputs = None
         if progress.active == 1 and not in_backward() and not unit.summoned:
             # From the outermost one, nothing of this pass is left to wait for a backward.
             for other in [unit] if self._depth > 1 else [unit, *self._residents.all()]:
@@ -217,11 +223,11 @@ class Schedule:
                 "gradients unreduced; run it under torch.no_grad(), or outside of the context"
             )
 
-    def _side_outputs(self, unit: Unit) -> Iterator[torch.Tensor]:
+    def _side_outputs(self, unit: Unit, inputs: Any) -> Iterator[torch.Tensor]:
         progress = self._progress[unit]
         if progress.side_outputs is None:
             progress.side_outputs = SideOutputs(unit, self._modules)
-        return progress.side_outputs.made_since(progress.birth)
+        return progress.side_outputs.made_since(progress.birth, inputs)
 
     def _begin_pass(self, unit: Unit) -> None:
         unit.begin_pass()

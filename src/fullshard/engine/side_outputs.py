@@ -1,4 +1,6 @@
-"""Tensors that modules keep as attributes, such as auxiliary losses: outputs in all but name."""
+"""Tensors that modules keep as attributes or put into what they are called with, such as
+auxiliary losses: outputs in all but name.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,17 @@ class SideOutputs:
         self._count = -1
         self._places: list[tuple[dict[str, Any], str]] = []
 
-    def made_since(self, birth: int) -> Iterator[torch.Tensor]:
-        """Those that lead into the unit by nodes not older than ``birth``, in autograd's count."""
+    def made_since(self, birth: int, inputs: Any) -> Iterator[torch.Tensor]:
+        """Those that lead into the unit by nodes not older than ``birth``, in autograd's count.
+
+        Among them are those that the unit put into containers among its ``inputs``.
+        """
+        for tensor in tensors_in([*self._stored(), inputs]):
+            node = tensor.grad_fn
+            if node is not None and node._sequence_nr() >= birth and self._unit.made(tensor):
+                yield tensor
+
+    def _stored(self) -> Iterator[Any]:
         count = sum(map(len, self._attributes))
         if count != self._count:
             self._count = count
@@ -40,12 +51,7 @@ class SideOutputs:
                 if not name.startswith("_") and self._is_of_interest(value)
             ]
         for attributes, name in self._places:
-            value = attributes.get(name)
-            if value is None or isinstance(value, (int, float)):
-                continue
-            for tensor in tensors_in(value):
-                if self._unit.made(tensor) and tensor.grad_fn._sequence_nr() >= birth:  # type: ignore[union-attr]
-                    yield tensor
+            yield attributes.get(name)
 
     def _is_of_interest(self, value: Any) -> bool:
         """Whether there is such a tensor, or a place that a later forward may put one in."""
