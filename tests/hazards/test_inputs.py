@@ -225,3 +225,22 @@ def test_steps_leave_no_hooks_on_an_input_that_is_used_in_all_of_them(passes_thr
     del output
     torch.testing.assert_close(prompts[1].grad, prompts[0].grad)
     assert not prompts[1]._backward_hooks
+
+
+@ranks(2)
+def test_what_a_module_puts_into_its_arguments_is_the_callers_also_under_mixed_precision() -> None:
+    class Storing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor, seen: list[Any], named: dict[str, Any]) -> torch.Tensor:
+            seen.append(x.dtype)
+            named["x"] = x.dtype
+            return self.linear(x)
+
+    model = FSDP(build(Storing), mixed_precision=MixedPrecision(LOW))
+    seen: list[Any] = []
+    named: dict[str, Any] = {}
+    model(inputs(0), seen, named=named)
+    assert (seen, named) == ([LOW], {"x": LOW})

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import operator
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -80,10 +81,17 @@ def replace_tensors(value: Any, function: Replace) -> Any:
 
     Containers are those that torch knows (tuples, lists, dicts, named tuples, what programs have
     registered with ``torch.utils._pytree``), dataclasses and packed sequences. They are not
-    changed, but made anew; where they hold no tensor they may be the same objects.
+    changed, but made anew. Where no tensor in them is replaced, tuples, lists and dicts are the
+    same objects, since a module may be meant to fill them.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
+    if type(value) in (tuple, list):
+        items = [replace_tensors(item, function) for item in value]
+        return value if all(map(operator.is_, items, value)) else type(value)(items)
+    if type(value) is dict:
+        named = {key: replace_tensors(item, function) for key, item in value.items()}
+        return value if all(map(operator.is_, named.values(), value.values())) else named
 
     def replace(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
