@@ -103,6 +103,8 @@ class FlatParamHandle:
         self.is_sharded = False
         #: Whether the gradients that the user sees are unreduced ones (see ``no_sync``).
         self.local_gradients = False
+        #: The parameters that the running backward has put gradients on.
+        self.received: list[nn.Parameter] = []
         shards = self.strategy is not ShardingStrategy.NO_SHARD
         self.rank: int = process_group.rank() if shards else 0
         self._mixed_precision = (mp_param_dtype, mp_reduce_dtype)
