@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.original.training import MODES, STRATEGIES, assert_at_rest, build, compare, inputs
+from tests.original.training import MODES, STRATEGIES, Net, assert_at_rest, build, compare, inputs
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
@@ -337,3 +338,37 @@ def test_what_is_hidden_beside_other_outputs_leads_gradients_back(kind: str) -> 
     compare(
         lambda: Branches(kind), auto_wrap_policy=ModuleWrapPolicy({Branch}), use_orig_params=False
     )
+
+
+@pytest.mark.parametrize("of", ["inputs", "outputs"])
+@SHARDING
+@ranks(2)
+def test_features_that_hooks_keep_lead_gradients_back_when_nothing_else_does(
+    strategy: ShardingStrategy, of: str
+) -> None:
+    features: dict[int, torch.Tensor] = {}
+
+    def with_hooks() -> Net:
+        net = Net()
+        for index, block in enumerate(net.blocks):
+            if of == "outputs":
+                block.up.register_forward_hook(
+                    lambda _, args, output, index=index: features.update({index: output})
+                )
+            else:
+                block.down.register_forward_pre_hook(
+                    lambda _, args, index=index: features.update({index: args[0]})
+                )
+        return net
+
+    def step_of(model: nn.Module, step: int) -> torch.Tensor:
+        model(inputs(step))
+        loss = sum(feature.square().mean() for feature in features.values())
+        features.clear()
+        loss.backward()
+        return loss.detach()
+
+    model = compare(with_hooks, step_of, sharding_strategy=strategy)
+    # The copy finds what was put on the model's modules.
+    twin = copy.deepcopy(model)
+    torch.testing.assert_close(step_of(twin, 5), step_of(model, 5))

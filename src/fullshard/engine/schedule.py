@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -134,6 +134,7 @@ class Schedule:
             if progress.active == 1:
                 progress.birth = torch.autograd._get_sequence_nr()
                 progress.inputs = inputs if hold_containers(*inputs) else None
+                self._side_outputs(unit).watch()
             unit.count_as_run_now()
         if tracked and unit.handles and (progress.inputs_tell or unit.is_mixed):
             return self._ask_inputs(unit, inputs)
@@ -152,7 +153,7 @@ class Schedule:
         tracked = [tensor for tensor in outputs if tensor.grad_fn is not None]
         inputs, progress.inputs = progress.inputs, None
         if torch.is_grad_enabled():
-            tracked += self._side_outputs(unit, inputs)
+            tracked += self._side_outputs(unit).made_since(progress.birth, inputs)
         if tracked:
             hook = functools.partial(self._backward.on_output_gradient, unit, unit.exact, call)
             self._hook_outputs(tracked, hook)
@@ -200,6 +201,8 @@ class Schedule:
         """A unit's forward raised: leave nothing behind."""
         progress = self._progress[unit]
         progress.inputs = None
+        if progress.side_outputs is not None:
+            progress.side_outputs.shown = None
         if progress.active == 1 and not in_backward() and not unit.summoned:
             # From the outermost one, nothing of this pass is left to wait for a backward.
             for other in [unit] if self._depth > 1 else [unit, *self._residents.all()]:
@@ -223,11 +226,11 @@ class Schedule:
                 "gradients unreduced; run it under torch.no_grad(), or outside of the context"
             )
 
-    def _side_outputs(self, unit: Unit, inputs: Any) -> Iterator[torch.Tensor]:
+    def _side_outputs(self, unit: Unit) -> SideOutputs:
         progress = self._progress[unit]
         if progress.side_outputs is None:
             progress.side_outputs = SideOutputs(unit, self._modules)
-        return progress.side_outputs.made_since(progress.birth, inputs)
+        return progress.side_outputs
 
     def _begin_pass(self, unit: Unit) -> None:
         unit.begin_pass()
