@@ -35,6 +35,7 @@ class Progress:
         "inputs_tell",
         "kept",
         "open_calls",
+        "outdated",
         "pinned",
         "prefetched",
         "side_outputs",
@@ -52,6 +53,8 @@ class Progress:
         self.kept = False
         #: Left gathered by a backward with ``create_graph``, for the backward that follows.
         self.pinned = False
+        #: Whether parameters may have changed since: ``.data`` can be written to unnoticed.
+        self.outdated = False
         #: What the running forward was called with, and may put tensors into.
         self.inputs: Any = None
         #: Where the unit's modules keep tensors for others, such as auxiliary losses.

@@ -187,6 +187,11 @@ class Unit:
                 self._gathers = self.shards.gather(outputs, inputs, self.name)
         self.state = State.GATHERING
 
+    def fill_again(self) -> None:
+        """Let the gather that follows write into full buffers, which stay where they are."""
+        if self.state is State.GATHERED:
+            self.state = State.SHARDED
+
     def finish_gather(self) -> None:
         """Make the full buffers usable by compute."""
         if self.state is not State.GATHERING:
