@@ -10,7 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.engine.models import NestedLinears, SharedTransformer, TrainingModel, make
-from tests.engine.parity import adam, full_parameters, sgd, train, train_alone, train_with_ddp
+from tests.engine.parity import (
+    adam,
+    assert_same,
+    full_parameters,
+    sgd,
+    train,
+    train_alone,
+    train_with_ddp,
+)
+from tests.original.training import average_gradients
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -355,3 +364,34 @@ def test_a_frozen_model_runs_and_gives_its_input_a_gradient() -> None:
 
     torch.testing.assert_close(data.grad, expected, rtol=1e-12, atol=1e-12)
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("frozen_in_forward", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+@with_both_modes
+@ranks(2)
+def test_parameters_are_frozen_or_unfrozen_between_forward_and_backward(
+    use_orig_params: bool, strategy: str, frozen_in_forward: bool
+) -> None:
+    reference = make(NestedLinears)
+    model = wrap(
+        make(NestedLinears),
+        strategy,
+        use_orig_params=use_orig_params,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+    )
+    # Held by the user: between forward and backward a unit may show full tensors in their place.
+    parameters = [list(each.layers[0].parameters()) for each in (reference, model.module)]
+    inputs = reference.get_input(dist.get_rank())
+    optimizers = [sgd(each.parameters()) for each in (reference, model)]
+    for each, some in zip((reference, model), parameters, strict=True):
+        for parameter in some:
+            parameter.requires_grad = not frozen_in_forward
+        loss = reference.get_loss(inputs, each(*inputs))
+        for parameter in some:
+            parameter.requires_grad = frozen_in_forward
+        loss.backward()
+    average_gradients(reference)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same(full_parameters(model), full_parameters(reference), strategy)

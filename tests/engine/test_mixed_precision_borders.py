@@ -307,3 +307,44 @@ def test_exempt_classes_wrapped_by_a_policy_stay_in_full_precision() -> None:
 
     assert bare.head.module.seen == (FULL, FULL)
     assert output.dtype == LOW
+
+
+@ranks(2)
+def test_buffers_that_were_lowered_in_inference_mode_take_part_in_training() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 3)
+            self.register_buffer("scale", torch.full((3,), 1.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * self.scale
+
+    reference = build(Scaled).to(LOW)
+    model = FSDP(build(Scaled), mixed_precision=MixedPrecision(LOW, buffer_dtype=LOW))
+    with torch.inference_mode():
+        model(inputs(0))
+    output = model(inputs(0))
+    torch.testing.assert_close(output, reference(inputs(0).to(LOW)))
+    output.sum().backward()
+
+
+@ranks(2)
+def test_a_buffer_that_modules_share_is_still_shared_when_it_is_lowered() -> None:
+    class Counting(nn.Module):
+        def __init__(self, count: torch.Tensor) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 5)
+            self.register_buffer("count", count)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count.add_(1)
+            return self.linear(x)
+
+    count = torch.zeros(3)
+    model = FSDP(
+        build(lambda: nn.Sequential(Counting(count), Counting(count))),
+        mixed_precision=MixedPrecision(LOW, buffer_dtype=LOW),
+    )
+    model(inputs(0))
+    assert [buffer.tolist() for buffer in model.buffers()] == [[2.0] * 3]

@@ -18,6 +18,7 @@ from tests.original.training import (
     build,
     compare,
     inputs,
+    loss_of,
     train_step,
 )
 from torch import nn
@@ -150,6 +151,25 @@ def test_a_gradient_penalty_over_one_unit_trains_as_without_sharding(
     strategy: ShardingStrategy,
 ) -> None:
     compare(step_of=penalised, sharding_strategy=strategy, auto_wrap_policy=lambda **_: False)
+
+
+@EACH_MODE
+@ranks(2)
+def test_data_that_is_changed_after_a_backward_that_made_a_graph_is_used_by_the_next_forward(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    def step_of(model: nn.Module, step: int) -> torch.Tensor:
+        # As optimizers do that were written before parameters could be changed under no_grad.
+        for parameter in model.parameters():
+            parameter.data.mul_(0.9)
+        loss = loss_of(model, step)
+        loss.backward(create_graph=True)
+        model.zero_grad()
+        return loss.detach()
+
+    reference, model = build(Net), wrapped(strategy, use_orig_params)
+    for step in range(3):
+        torch.testing.assert_close(step_of(model, step), step_of(reference, step))
 
 
 class StoresLosses(Net):

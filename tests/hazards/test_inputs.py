@@ -199,3 +199,48 @@ def test_objects_that_hold_no_tensors_pass_through_as_they_are() -> None:
     model = FSDP(build(Passing), mixed_precision=MixedPrecision(LOW))
 
     assert model(inputs(0), None, 3, "text", marker, settings=settings).dtype == LOW
+
+
+@pytest.mark.parametrize("passes_through", [False, True])
+@ranks(2)
+def test_steps_leave_no_hooks_on_an_input_that_is_used_in_all_of_them(passes_through: bool) -> None:
+    class Adapter(nn.Module):
+        """Frozen and trainable parameters, and maybe its input among the outputs."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Linear(5, 5).requires_grad_(False)
+            self.trainable = nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y = self.trainable(self.frozen(x))
+            return (x, y) if passes_through else y
+
+    reference, model = build(Adapter), FSDP(build(Adapter), use_orig_params=True)
+    prompts = [inputs(0).requires_grad_() for _ in range(2)]
+    for _ in range(3):
+        for each, prompt in zip((reference, model), prompts, strict=True):
+            output = each(prompt)
+            sum(output if passes_through else [output]).square().sum().backward()
+    del output
+    torch.testing.assert_close(prompts[1].grad, prompts[0].grad)
+    assert not prompts[1]._backward_hooks
+
+
+@ranks(2)
+def test_what_a_module_puts_into_its_arguments_is_the_callers_also_under_mixed_precision() -> None:
+    class Storing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor, seen: list[Any], named: dict[str, Any]) -> torch.Tensor:
+            seen.append(x.dtype)
+            named["x"] = x.dtype
+            return self.linear(x)
+
+    model = FSDP(build(Storing), mixed_precision=MixedPrecision(LOW))
+    seen: list[Any] = []
+    named: dict[str, Any] = {}
+    model(inputs(0), seen, named=named)
+    assert (seen, named) == ([LOW], {"x": LOW})

@@ -120,3 +120,32 @@ def test_complex_parameters_train(strategy: str) -> None:
     with FSDP.summon_full_params(model):
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@ranks(2)
+def test_a_hook_does_not_run_for_a_gradient_that_is_left_from_an_earlier_backward(
+    strategy: str,
+) -> None:
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nn.Parameter(torch.ones(8)) for _ in range(2))
+
+        def forward(self, name: str) -> torch.Tensor:
+            return getattr(self, name).sum()
+
+    calls: list[tuple[bool, str]] = []
+    reference = Either().to(device())
+    model = FSDP(
+        copy.deepcopy(reference), sharding_strategy=ShardingStrategy[strategy], use_orig_params=True
+    )
+    for each in (reference, model):
+        for name, parameter in each.named_parameters():
+            call = (each is reference, name)
+            parameter.register_post_accumulate_grad_hook(lambda _, call=call: calls.append(call))
+        for name in ("first", "second", "first"):
+            each(name).backward()
+    held = [name for name, parameter in model.named_parameters() if parameter.numel()]
+    expected = [name for is_reference, name in calls if is_reference and name in held]
+    assert [name for is_reference, name in calls if not is_reference] == expected

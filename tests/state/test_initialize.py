@@ -320,3 +320,21 @@ def test_ignored_modules_stay_on_meta() -> None:
 
     assert bare.second.weight.is_meta
     assert all(p.device == device() for n, p in model.named_parameters() if "second" not in n)
+
+
+@ranks(2)
+def test_the_first_rank_overwrites_buffers_of_every_dtype_and_expanded_ones() -> None:
+    dtypes = (torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.complex64)
+
+    def with_buffers(value: int) -> nn.Module:
+        module = nn.Linear(3, 3)
+        for dtype in dtypes:
+            module.register_buffer(str(dtype)[6:], torch.full((2, 3), value).to(dtype))
+        module.register_buffer("expanded", torch.full((4,), value).expand(3, 4))
+        module.register_buffer("none_of_them", torch.empty(0))
+        return module.to(device())
+
+    model = FSDP(with_buffers(dist.get_rank()), sync_module_states=True)
+    expected = dict(with_buffers(0).named_buffers())
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, expected[name])

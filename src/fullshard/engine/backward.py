@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,9 +96,10 @@ class Backward:
         if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch(unit)
 
-    def on_input_gradients(self, unit: Unit, call: Call, _: Any) -> None:
+    def on_input_gradients(self, unit: Unit, of_call: weakref.ref[Call], _: Any) -> None:
         """The gradients of a forward's inputs are there: nothing of it is left to compute."""
-        if call.reached_in == self._number and self.is_running:
+        call = of_call()
+        if call is not None and call.reached_in == self._number and self.is_running:
             call.reached_in = -1
             progress = self._progress[unit]
             progress.open_calls -= 1

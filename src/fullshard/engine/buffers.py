@@ -112,11 +112,18 @@ class StandingBuffer(FullBuffer):
         return False
 
 
+_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+
+
 def _parts_with_memory(tensor: torch.Tensor) -> list[torch.Tensor]:
     """``tensor``, or the tensors in which one that has no memory of its own keeps its elements.
 
-    DTensors are such, and what a collective will have made once somebody waits for it.
+    DTensors are such, what a collective will have made once somebody waits for it, and sparse ones.
     """
+    if tensor.layout is not torch.strided:
+        if tensor.layout is torch.sparse_coo:
+            return [tensor._indices(), tensor._values()]
+        return [tensor.values()] if tensor.layout in _COMPRESSED else []
     if type(tensor) is torch.Tensor or not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

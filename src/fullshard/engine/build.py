@@ -135,12 +135,20 @@ def broadcast_states(
     parameters: Iterable[nn.Parameter], buffers: Iterable[torch.Tensor], group: Group, unit: str
 ) -> None:
     """Overwrite parameters and buffers with those of the group's first rank."""
-    tensors = [p.detach() for p in parameters] + [b.detach() for b in buffers]
+    tensors = [_without_repeats(each.detach()) for each in (*parameters, *buffers)]
     contiguous = [t if t.is_contiguous() else t.contiguous() for t in tensors]
     group.broadcast(contiguous, unit)
     for tensor, received in zip(tensors, contiguous, strict=True):
         if tensor is not received:
             tensor.copy_(received)
+
+
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of an expanded tensor, each once: only so can they be written to."""
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def build_unit(

@@ -254,12 +254,12 @@ class Group:
         self.wait(self._started(self.group.allreduce([tensor], _MAXIMUM), tensor))
 
     def broadcast(self, tensors: Sequence[torch.Tensor], unit: str) -> None:
-        """Overwrite each tensor with that of the group's first rank."""
+        """Overwrite each tensor, which must be contiguous, with that of the group's first rank."""
         if self.size == 1:
             return
         self.agree("broadcast", unit, *tensors)
         options = _broadcast_from(0)
-        for tensor in map(_own_alias, tensors):
+        for tensor in map(_own_alias, map(_bytes_of, tensors)):
             self.wait(self._started(self.group.broadcast([tensor], options), tensor))
 
     def scatter_from_first(
@@ -308,6 +308,11 @@ def _nothing() -> None:
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, or the real and imaginary parts of a complex one: backends sum real numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of ``tensor``, in which backends see no dtypes that they do not know."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _own_alias(tensor: torch.Tensor) -> torch.Tensor:

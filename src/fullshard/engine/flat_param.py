@@ -103,6 +103,8 @@ class FlatParamHandle:
         self.is_sharded = False
         #: Whether the gradients that the user sees are unreduced ones (see ``no_sync``).
         self.local_gradients = False
+        #: The parameters that the running backward has put gradients on.
+        self.received: list[nn.Parameter] = []
         shards = self.strategy is not ShardingStrategy.NO_SHARD
         self.rank: int = process_group.rank() if shards else 0
         self._mixed_precision = (mp_param_dtype, mp_reduce_dtype)
@@ -251,7 +253,9 @@ class FlatParamHandle:
         self._visible = [visible[index] for index in self._indices]
         #: The parameters through which the user, or an optimizer, changes the shard.
         self.watched = self.params if self.use_orig_params else [self.flat_param]
-        self._addresses = list(map(torch.Tensor.data_ptr, self.watched))
+        # Where they belong, not where they are: one that stands for two is only in one of them.
+        expected = self.sharded if self.use_orig_params else [self.shard_tensor]
+        self._addresses = list(map(torch.Tensor.data_ptr, expected))
 
     def _get_shard_metadata(self, start: int, end: int) -> tuple[Piece, ...]:
         """Pieces for the inclusive range ``start..end`` of the unsharded buffer."""
@@ -325,10 +329,13 @@ class FlatParamHandle:
     def _take_over_flat(self) -> None:
         flat = self.flat_param.data
         check_shape("parameter", self.module, self.shard_tensor, flat)
-        self.adopt_shard(flat.contiguous())
+        # Into the memory that full parameters were made for, and that autograd may have saved.
+        self.shard_tensor.data.copy_(flat)
+        self.flat_param.data = self.shard_tensor
 
     def _take_over_parameters(self) -> None:
         with torch.no_grad():
+            replaced: list[tuple[int, nn.Parameter, torch.Tensor]] = []
             for index, (places, view) in enumerate(zip(self.places, self.sharded, strict=True)):
                 old = self.params[index]
                 found = [_parameter_at(place) for place in places]
@@ -336,8 +343,14 @@ class FlatParamHandle:
                 if new is old and old.data_ptr() == view.data_ptr():
                     continue
                 check_shape("parameter", places[0], view, new)
-                view.data.copy_(new.detach())
-                new.data = view
+                value = new.detach()
+                if value.untyped_storage().data_ptr() == view.untyped_storage().data_ptr():
+                    # Another parameter's, which may be replaced as well.
+                    value = value.clone()
+                replaced.append((index, new, value))
+            for index, new, value in replaced:
+                self.sharded[index].data.copy_(value)
+                new.data = self.sharded[index]
                 self.params[index] = new
         self._remember()
         self.show_sharded()

@@ -216,6 +216,7 @@ def accept(found: Sequence[Maybe]) -> None:
 def _add(handle: FlatParamHandle, pairs: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
     old: list[torch.Tensor] = []
     new: list[torch.Tensor] = []
+    handle.received.extend(map(operator.itemgetter(0), pairs))
     for parameter, gradient in pairs:
         if not parameter.requires_grad:
             continue
@@ -250,11 +251,15 @@ def set_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 def run_hooks(handle: FlatParamHandle) -> None:
-    """Call what the user registered to run when a parameter's gradient is complete."""
+    """Call what the user registered to run when a parameter's gradient is complete.
+
+    A gradient that is left from an earlier backward was complete then.
+    """
+    received, handle.received = handle.received, []
     hooks = operator.attrgetter("_post_accumulate_grad_hooks")
     if any(map(hooks, handle.watched)):
-        for parameter in handle.watched:
-            if parameter.grad is not None:
+        for parameter in dict.fromkeys(received):
+            if parameter.grad is not None and parameter.requires_grad:
                 for hook in list((hooks(parameter) or {}).values()):
                     hook(parameter)
     attributes = map(vars, handle.watched)

@@ -53,18 +53,24 @@ class BufferPrecision:
     def lower(self) -> None:
         """Cast buffers to the compute dtype."""
         if not self._lowered:
-            for module, name, _ in self._original:
-                self._cast(module, name, self._dtype)
+            self._cast([(module, name, self._dtype) for module, name, _ in self._original])
             self._lowered = True
 
     def restore(self) -> None:
         """Cast buffers back to the dtype in which the user registered them."""
         if self._lowered:
-            for module, name, dtype in self._original:
-                self._cast(module, name, dtype)
+            self._cast(self._original)
             self._lowered = False
 
-    def _cast(self, module: nn.Module, name: str, dtype: torch.dtype | None) -> None:
-        buffer = module._buffers[name]
-        if buffer is not None:
-            module._buffers[name] = buffer.to(dtype)
+    @staticmethod
+    def _cast(places: Iterable[tuple[nn.Module, str, torch.dtype | None]]) -> None:
+        """Cast the buffers at ``places``; one that several modules share stays one."""
+        cast: dict[torch.Tensor, torch.Tensor] = {}
+        # A buffer that was made in inference mode could not take part in training later.
+        with torch.inference_mode(False):
+            for module, name, dtype in places:
+                buffer = module._buffers[name]
+                if buffer is not None:
+                    if buffer not in cast:
+                        cast[buffer] = buffer.to(dtype)
+                    module._buffers[name] = cast[buffer]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .side_outputs import SideOutputs
@@ -11,10 +11,16 @@ if TYPE_CHECKING:
 class Call:
     """One forward of a unit whose end of backward is told by its inputs' gradients."""
 
-    __slots__ = ("reached_in",)
+    __slots__ = ("__weakref__", "asking", "reached_in")
 
     def __init__(self) -> None:
         self.reached_in = -1
+        #: The hooks on inputs that may outlive the graph of this forward: they go with it.
+        self.asking: Any = None
+
+    def __del__(self) -> None:
+        if self.asking is not None:
+            self.asking.remove()
 
 
 class Progress:
@@ -25,9 +31,11 @@ class Progress:
         "asked_for",
         "birth",
         "held",
+        "inputs",
         "inputs_tell",
         "kept",
         "open_calls",
+        "outdated",
         "pinned",
         "prefetched",
         "side_outputs",
@@ -45,6 +53,10 @@ class Progress:
         self.kept = False
         #: Left gathered by a backward with ``create_graph``, for the backward that follows.
         self.pinned = False
+        #: Whether parameters may have changed since: ``.data`` can be written to unnoticed.
+        self.outdated = False
+        #: What the running forward was called with, and may put tensors into.
+        self.inputs: Any = None
         #: Where the unit's modules keep tensors for others, such as auxiliary losses.
         self.side_outputs: SideOutputs | None = None
         #: The graph task in which a gradient reached the unit's output; None when closed.

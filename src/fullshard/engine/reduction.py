@@ -181,3 +181,5 @@ class Reduction:
         for item in (*self._staged, *self._reducing):
             item.release()
         self._staged, self._reducing, self._undecided, self.ballots = [], [], [], []
+        for handle in self._unit.handles:
+            handle.received = []

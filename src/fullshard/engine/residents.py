@@ -31,9 +31,12 @@ class Residents:
         """Have a unit's full parameters now, in the shards' precision if ``exact``."""
         if unit.exact != exact and unit.state is not State.SHARDED:
             self.shelve(unit)
+        progress = self.progress[unit]
+        if progress.outdated:
+            progress.outdated = False
+            unit.fill_again()
         unit.start_gather(exact)
         unit.finish_gather()
-        progress = self.progress[unit]
         progress.prefetched = progress.kept = False
         progress.asked_for = None
         self._out[unit] = None
@@ -62,7 +65,7 @@ class Residents:
     def shelve(self, unit: Unit) -> None:
         """Back to sharded: what every unit is outside of its compute."""
         progress = self.progress[unit]
-        progress.prefetched = progress.kept = progress.pinned = False
+        progress.prefetched = progress.kept = progress.pinned = progress.outdated = False
         progress.asked_for = None
         self._out.pop(unit, None)
         unit.show_sharded()
@@ -88,6 +91,8 @@ class Residents:
                 stays = not unit.write_back()
             if not stays:
                 self.abandon(unit)
+            # Its memory is what a pending backward will read.
+            progress.outdated = progress.pinned
 
     def end_backward(self, creates_graph: bool) -> None:
         """Shelve everything but what a following backward is promised."""

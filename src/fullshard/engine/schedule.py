@@ -8,7 +8,8 @@ first output's gradient to the end of a backward, and both share the ``residents
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,11 @@ from .device import lines_for
 from .progress import Call
 from .residents import Residents
 from .side_outputs import SideOutputs
-from .structures import replace_tensors, tensors_in
+from .structures import hold_containers, replace_tensors, tensors_in
 from .unit import State, Unit
+
+#: What a module is called with, by position and by name.
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Schedule:
@@ -104,7 +108,7 @@ class Schedule:
         self._depth += 1
         self._progress[unit].active += 1
 
-    def before_module(self, unit: Unit, exact: bool, inputs: Any) -> Call | None:
+    def before_module(self, unit: Unit, exact: bool, inputs: Inputs) -> Call | None:
         """Put full parameters in place."""
         if unit.summoned:
             self._check_summoned(unit)
@@ -129,6 +133,8 @@ class Schedule:
         if tracked and not in_backward():
             if progress.active == 1:
                 progress.birth = torch.autograd._get_sequence_nr()
+                progress.inputs = inputs if hold_containers(*inputs) else None
+                self._side_outputs(unit).watch()
             unit.count_as_run_now()
         if tracked and unit.handles and (progress.inputs_tell or unit.is_mixed):
             return self._ask_inputs(unit, inputs)
@@ -143,9 +149,11 @@ class Schedule:
         if unit.handles and any(unit.lends(tensor) for tensor in outputs):
             output = replace_tensors(output, lambda t: t.clone() if unit.lends(t) else t)
             outputs = list(tensors_in(output))
-        tracked = [tensor for tensor in outputs if tensor.requires_grad]
+        # No gradient comes into the unit by a leaf, which is an input that passed through.
+        tracked = [tensor for tensor in outputs if tensor.grad_fn is not None]
+        inputs, progress.inputs = progress.inputs, None
         if torch.is_grad_enabled():
-            tracked += self._side_outputs(unit)
+            tracked += self._side_outputs(unit).made_since(progress.birth, inputs)
         if tracked:
             hook = functools.partial(self._backward.on_output_gradient, unit, unit.exact, call)
             self._hook_outputs(tracked, hook)
@@ -182,7 +190,7 @@ class Schedule:
         """
         nodes: dict[Any, None] = {}
         for tensor in outputs:
-            if self._depth == 1 or tensor.grad_fn is None:
+            if self._depth == 1:
                 tensor.register_hook(hook)
             else:
                 nodes[tensor.grad_fn] = None
@@ -192,6 +200,9 @@ class Schedule:
     def abandon(self, unit: Unit) -> None:
         """A unit's forward raised: leave nothing behind."""
         progress = self._progress[unit]
+        progress.inputs = None
+        if progress.side_outputs is not None:
+            progress.side_outputs.shown = None
         if progress.active == 1 and not in_backward() and not unit.summoned:
             # From the outermost one, nothing of this pass is left to wait for a backward.
             for other in [unit] if self._depth > 1 else [unit, *self._residents.all()]:
@@ -215,11 +226,11 @@ class Schedule:
                 "gradients unreduced; run it under torch.no_grad(), or outside of the context"
             )
 
-    def _side_outputs(self, unit: Unit) -> Iterator[torch.Tensor]:
+    def _side_outputs(self, unit: Unit) -> SideOutputs:
         progress = self._progress[unit]
         if progress.side_outputs is None:
             progress.side_outputs = SideOutputs(unit, self._modules)
-        return progress.side_outputs.made_since(progress.birth)
+        return progress.side_outputs
 
     def _begin_pass(self, unit: Unit) -> None:
         unit.begin_pass()
@@ -267,9 +278,12 @@ class Schedule:
             self._progress[unit].held = bool(self._progress[unit].inputs_tell)
             return None
         call = Call()
-        hook = functools.partial(self._backward.on_input_gradients, unit, call)
+        # The outputs' hooks hold the call, and so it lasts as long as the forward's graph.
+        hook = functools.partial(self._backward.on_input_gradients, unit, weakref.ref(call))
         if len(tensors) == 1:
-            tensors[0].register_hook(hook)
+            asking: Any = tensors[0].register_hook(hook)
         else:
-            torch.autograd.graph.register_multi_grad_hook(tensors, hook)
+            asking = torch.autograd.graph.register_multi_grad_hook(tensors, hook)
+        if any(tensor.is_leaf for tensor in tensors):
+            call.asking = asking
         return call

@@ -1,8 +1,11 @@
-"""Tensors that modules keep as attributes, such as auxiliary losses: outputs in all but name."""
+"""Tensors that modules keep as attributes, such as auxiliary losses, put into what they are called
+with, or show to the user's hooks, such as features: outputs in all but name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+import weakref
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -23,13 +26,42 @@ class SideOutputs:
 
     def __init__(self, unit: Unit, of_units: Container[nn.Module]) -> None:
         self._unit = unit
-        own = own_modules(unit.module, of_units.__contains__)
+        own = list(own_modules(unit.module, of_units.__contains__))
         self._attributes = [vars(module) for module in own]
+        self._modules = own
+        self._hooks = [m._forward_hooks for m in own] + [m._forward_pre_hooks for m in own]
+        self._hook_count = 0
+        #: What modules with hooks were called with and returned, while the unit's forward runs.
+        self.shown: list[Any] | None = None
         self._count = -1
         self._places: list[tuple[dict[str, Any], str]] = []
 
-    def made_since(self, birth: int) -> Iterator[torch.Tensor]:
-        """Those that lead into the unit by nodes not older than ``birth``, in autograd's count."""
+    def watch(self) -> None:
+        """The unit's forward begins: note what the user's hooks on its modules are shown."""
+        self.shown = []
+        count = sum(map(len, self._hooks))
+        if count != self._hook_count:
+            for module in self._modules:
+                hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+                watch = next((hook for hook in hooks if isinstance(hook, _Watch)), None)
+                if watch is not None:
+                    watch.watcher = weakref.ref(self)
+                elif any(map(_is_users, hooks)):
+                    module.register_forward_hook(_Watch(self), with_kwargs=True)
+            self._hook_count = sum(map(len, self._hooks))
+
+    def made_since(self, birth: int, inputs: Any) -> Iterator[torch.Tensor]:
+        """Those that lead into the unit by nodes not older than ``birth``, in autograd's count.
+
+        Among them are those that the unit put into containers among its ``inputs``.
+        """
+        shown, self.shown = self.shown, None
+        for tensor in tensors_in([*self._stored(), inputs, shown]):
+            node = tensor.grad_fn
+            if node is not None and node._sequence_nr() >= birth and self._unit.made(tensor):
+                yield tensor
+
+    def _stored(self) -> Iterator[Any]:
         count = sum(map(len, self._attributes))
         if count != self._count:
             self._count = count
@@ -40,12 +72,7 @@ class SideOutputs:
                 if not name.startswith("_") and self._is_of_interest(value)
             ]
         for attributes, name in self._places:
-            value = attributes.get(name)
-            if value is None or isinstance(value, (int, float)):
-                continue
-            for tensor in tensors_in(value):
-                if self._unit.made(tensor) and tensor.grad_fn._sequence_nr() >= birth:  # type: ignore[union-attr]
-                    yield tensor
+            yield attributes.get(name)
 
     def _is_of_interest(self, value: Any) -> bool:
         """Whether there is such a tensor, or a place that a later forward may put one in."""
@@ -59,3 +86,34 @@ class SideOutputs:
             # Larger ones are a module's constants, or parameters.
             return value.numel() == 1
         return any(map(self._unit.made, tensors_in(value)))
+
+
+class _Watch:
+    """A forward hook that notes what a module was called with and returned.
+
+    Copies and pickles of it, which come with those of a module, note nothing.
+    """
+
+    def __init__(self, side_outputs: SideOutputs | None = None) -> None:
+        self.watcher: Callable[[], SideOutputs | None] = (
+            _nobody if side_outputs is None else weakref.ref(side_outputs)
+        )
+
+    def __reduce__(self) -> Any:
+        return _Watch, ()
+
+    @torch._disable_dynamo
+    def __call__(self, module: nn.Module, *shown: Any) -> None:
+        side_outputs = self.watcher()
+        if side_outputs is not None and side_outputs.shown is not None:
+            side_outputs.shown.append(shown)
+
+
+def _nobody() -> None:
+    return None
+
+
+def _is_users(hook: Any) -> bool:
+    """Whether a hook may keep what it is shown: those that are torch's own do not."""
+    module = getattr(hook, "__module__", None) or ""
+    return not module.startswith("torch.")

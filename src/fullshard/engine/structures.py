@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+import itertools
+import operator
+import types
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
+
+_EMPTY = types.CellType()
+_PLAIN = {torch.Tensor, torch.nn.Parameter, types.NoneType, bool, int, float, str}
 
 Replace = Callable[[torch.Tensor], torch.Tensor]
 
@@ -18,7 +26,8 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
     """Every tensor that can be reached in a module's inputs or outputs.
 
     Looks into tuples, lists, dicts, dataclasses, named tuples, packed sequences and, since people
-    return objects of their own, into the attributes of anything else that has some.
+    return objects of their own, into the attributes of anything else that has some, and into what
+    functions were made with.
     """
     if isinstance(value, torch.Tensor):
         yield value
@@ -31,14 +40,40 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
         seen.add(id(value))
         if isinstance(value, dict):
             children = list(value.values())
-        elif isinstance(value, (tuple, list, set, frozenset)):
+        elif isinstance(value, (tuple, list, set, frozenset, collections.deque)):
             children = list(value)
+        elif isinstance(value, type):
+            return
         else:
-            children = []
-        if hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+            children = _in_slots(value) if not callable(value) else _in_callable(value)
+        if hasattr(value, "__dict__"):
             children.extend(vars(value).values())
         for child in children:
             yield from tensors_in(child, seen)
+
+
+def hold_containers(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a module may put tensors into something that it is called with."""
+    return not (
+        _PLAIN.issuperset(map(type, args)) and _PLAIN.issuperset(map(type, kwargs.values()))
+    )
+
+
+def _in_slots(value: Any) -> list[Any]:
+    names = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
+    each = ((slots,) if isinstance(slots, str) else slots for slots in names)
+    return [getattr(value, name, None) for name in itertools.chain.from_iterable(each)]
+
+
+def _in_callable(value: Any) -> list[Any]:
+    """What a function keeps from where it was made, and a method or partial call holds."""
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, types.FunctionType):
+        return [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY]
+    return _in_slots(value)
 
 
 def replace_tensors(value: Any, function: Replace) -> Any:
@@ -46,10 +81,17 @@ def replace_tensors(value: Any, function: Replace) -> Any:
 
     Containers are those that torch knows (tuples, lists, dicts, named tuples, what programs have
     registered with ``torch.utils._pytree``), dataclasses and packed sequences. They are not
-    changed, but made anew; where they hold no tensor they may be the same objects.
+    changed, but made anew. Where no tensor in them is replaced, tuples, lists and dicts are the
+    same objects, since a module may be meant to fill them.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
+    if type(value) in (tuple, list):
+        items = [replace_tensors(item, function) for item in value]
+        return value if all(map(operator.is_, items, value)) else type(value)(items)
+    if type(value) is dict:
+        named = {key: replace_tensors(item, function) for key, item in value.items()}
+        return value if all(map(operator.is_, named.values(), value.values())) else named
 
     def replace(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

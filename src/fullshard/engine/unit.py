@@ -106,6 +106,8 @@ class Unit:
         self.summoned_everywhere = False
         self._nodes: dict[Any, tuple[ParameterNode | None, list[list[torch.Tensor]]]] = {}
         self._changes: list[int] = []
+        #: The full parameters in place, one list per group.
+        self._shown: list[list[torch.Tensor]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: what a unit is, without what it is in the middle of."""
@@ -117,6 +119,7 @@ class Unit:
             "gathered": [],
             "_nodes": {},
             "_changes": [],
+            "_shown": [],
         }
 
     @property
@@ -184,6 +187,11 @@ class Unit:
                 self._gathers = self.shards.gather(outputs, inputs, self.name)
         self.state = State.GATHERING
 
+    def fill_again(self) -> None:
+        """Let the gather that follows write into full buffers, which stay where they are."""
+        if self.state is State.GATHERED:
+            self.state = State.SHARDED
+
     def finish_gather(self) -> None:
         """Make the full buffers usable by compute."""
         if self.state is not State.GATHERING:
@@ -244,20 +252,19 @@ class Unit:
         tensors = self._tracked() if tracked else [buffer.shown for buffer in self.gathered]
         for handle, full in zip(self.handles, tensors, strict=True):
             handle.show(full)
-        self.shows_full = True
+        self.shows_full, self._shown = True, tensors
 
     def show_sharded(self) -> None:
         if self.shows_full:
             for handle in self.handles:
                 handle.show_sharded()
-            self.shows_full = False
+            self.shows_full, self._shown = False, []
 
     def shows_what_it_gathered(self) -> bool:
         """Whether nobody replaced the full parameters since they were put in place."""
-        tensors = self._tracked()
         return all(
             handle.skip_writeback_check or handle.shows(full, buffer)
-            for handle, full, buffer in zip(self.handles, tensors, self.gathered, strict=True)
+            for handle, full, buffer in zip(self.handles, self._shown, self.gathered, strict=True)
         )
 
     def lends(self, tensor: torch.Tensor) -> bool:

@@ -1,0 +1,93 @@
+"""Parameters that the user replaces between steps, by others or by each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.original.training import STRATEGIES, assert_same_parameters, build, inputs
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import ShardingStrategy
+from fullshard.testing import ranks
+from fullshard.wrap import ModuleWrapPolicy
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2)
+def test_data_is_replaced_after_steps_and_again(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    reference = build(Model)
+    model = FSDP(
+        build(Model),
+        sharding_strategy=strategy,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        use_orig_params=use_orig_params,
+    )
+    for step in range(3):
+        output = model(inputs(step))
+        torch.testing.assert_close(output, reference(inputs(step)))
+        output.sum().backward()
+        for parameter in (*model.parameters(), *reference.parameters()):
+            parameter.data = parameter.data * 1.5
+    assert_same_parameters(reference, model)
+
+
+class Vectors(nn.Module):
+    """Four vectors of one size: two ranks hold two whole ones each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "abcd":
+            self.register_parameter(name, nn.Parameter(torch.randn(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.a * self.b).sum() + (x * self.c * self.d.square()).sum()
+
+
+@pytest.mark.parametrize("through_data", [True, False])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@ranks(2)
+def test_parameters_can_be_exchanged(strategy: ShardingStrategy, through_data: bool) -> None:
+    reference = build(Vectors)
+    model = FSDP(build(Vectors), sharding_strategy=strategy, use_orig_params=True)
+    for module in (reference, model.module):
+        for one, other in ("ab", "cd"):
+            left, right = getattr(module, one), getattr(module, other)
+            if through_data:
+                left.data, right.data = right.data, left.data
+            else:
+                setattr(module, one, right)
+                setattr(module, other, left)
+    torch.testing.assert_close(model(inputs(0, 4)), reference(inputs(0, 4)))
+    assert_same_parameters(reference, model)
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@ranks(2)
+def test_parameters_tied_after_wrapping_train_as_one(strategy: ShardingStrategy) -> None:
+    reference = build(Vectors)
+    model = FSDP(build(Vectors), sharding_strategy=strategy, use_orig_params=True)
+    for module in (reference, model.module):
+        module.b, module.d = module.a, module.c
+    reference = DDP(reference)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
+    for step in range(3):
+        losses = [each(inputs(step, 4)) for each in (reference, model)]
+        torch.testing.assert_close(losses[1], losses[0])
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
