@@ -281,7 +281,9 @@ def test_an_exception_in_the_middle_leaves_nothing_behind() -> None:
         model._flat_param.add_(1)
         for parameter in bare.parameters():
             parameter.add_(1)
-    assert_same_state(model.module.blocks[2].state_dict(), dict(bare.blocks[2].state_dict()))
+    for prefix in ("2.", ""):
+        expected = dict(bare.blocks[2].state_dict(prefix=prefix))
+        assert_same_state(model.module.blocks[2].state_dict(prefix=prefix), expected)
     assert_same_state(model.state_dict(), dict(bare.state_dict()))
 
 

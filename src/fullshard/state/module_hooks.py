@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +36,9 @@ def _states_at(module: nn.Module) -> list[ModelState]:
 
 
 def _before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    call = sys._getframe(1)
     for state in _states_at(module):
-        state.before_save(module, prefix)
+        state.before_save(module, prefix, call)
 
 
 def _after_save(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
