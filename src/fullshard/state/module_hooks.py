@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -28,6 +29,22 @@ def attach(module: nn.Module, state: ModelState) -> None:
     # Before the user's: theirs are to see what they would see in the bare model.
     module._state_dict_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
     module.register_load_state_dict_pre_hook(_before_load)
+
+
+def load_last(modules: Iterable[nn.Module]) -> None:
+    """Let units take values after all other hooks, which may rename or change them.
+
+    Those that were registered after wrapping would come too late otherwise.
+    """
+    for module in modules:
+        hooks = module._load_state_dict_pre_hooks
+        ours = next((key for key, hook in hooks.items() if _is_ours(hook)), None)
+        if ours is not None:
+            hooks.move_to_end(ours)  # type: ignore[attr-defined]
+
+
+def _is_ours(hook: Any) -> bool:
+    return getattr(hook, "hook", hook) is _before_load
 
 
 def _states_at(module: nn.Module) -> list[ModelState]:
