@@ -184,16 +184,22 @@ class _Part:
             if parameter is None:
                 continue
             gradient, parameter.grad = parameter.grad, None
-            old = self._reduced[index] if handle.use_orig_params else None
-            if not writeback or gradient is None or old is None:
-                gradient = old if not writeback else None
-            elif handle.is_sharded:
-                piece = handle.pieces[index]
-                slot = handle.layout.slots[index]
-                flat = in_buffer_order(slot, local_part(gradient))
-                gradient = old.copy_(flat[piece.start : piece.start + piece.numel])
+            if not writeback:
+                gradient = self._reduced[index]
+            elif gradient is not None and handle.is_sharded:
+                gradient = self._own_gradient(index, local_part(gradient))
             if gradient is not None:
                 set_gradient(self._kept(index, parameter), local_part(gradient))
+
+    def _own_gradient(self, index: int, whole: torch.Tensor) -> torch.Tensor | None:
+        """This rank's part of a gradient, in place of the old one; None where it has no part."""
+        piece = self._handle.pieces[index]
+        flat = in_buffer_order(self._handle.layout.slots[index], whole)
+        part = flat[piece.start : piece.start + piece.numel]
+        old = self._reduced[index]
+        if old is not None:
+            return old.copy_(part)
+        return part.clone() if piece.in_shard else None
 
 
 def _whole_gradients(unit: Unit, handle: FlatParamHandle) -> list[torch.Tensor | None]:
