@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fullshard.cli import data
 from fullshard.cli.data import Text, read_text
 from fullshard.cli.problems import BadInput
 
@@ -58,6 +59,17 @@ def test_text_files_are_read_in_order_and_others_are_not(tmp_path: Path) -> None
     os.mkfifo(tmp_path / "pipe")  # whoever reads from it waits for one who writes
 
     assert bytes(read_text(str(tmp_path)).bytes.tolist()) == b"first\nsecond"
+
+
+def test_of_a_file_larger_than_memory_the_beginning_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "MAXIMUM_BYTES", 5)
+    with (tmp_path / "corpus.txt").open("wb") as file:
+        file.write("schnö".encode())  # the fifth byte is in the middle of a character
+        file.truncate(2**40)  # a hole, which takes no room on the disk
+
+    assert bytes(read_text(str(tmp_path)).bytes.tolist()) == "schnö".encode()[:5]
 
 
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:

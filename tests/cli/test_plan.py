@@ -34,6 +34,14 @@ def mixers():
     embedding, head = nn.Embedding(256, 8), nn.Linear(8, 256)
     return nn.Sequential(embedding, nn.Sequential(*(Mixer() for _ in range(3))), head)
 
+class Attention(nn.Module):
+    def forward(self, x):
+        whole = nn.functional.scaled_dot_product_attention(x, x, x)
+        return whole + nn.functional.scaled_dot_product_attention(x[0], x[0], x[0])
+
+def attention_without_heads():
+    return nn.Sequential(nn.Embedding(256, 8), Attention(), nn.Linear(8, 256))
+
 def alone():
     return nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))
 """
@@ -100,6 +108,18 @@ def test_what_is_repeated_becomes_units_where_nothing_was_said(
     assert "Without --wrap" not in planned(
         *("--model", f"own_model_to_plan:{function}", "--wrap", "none", "--batch", "2"),
         *("--ranks", "2"),
+    )
+
+
+def test_attention_of_any_number_of_dimensions_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_model_to_plan.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    assert " in 1 units" in planned(
+        *("--model", "own_model_to_plan:attention_without_heads", "--batch", "2", "--ranks", "2")
     )
 
 

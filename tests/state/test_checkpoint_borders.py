@@ -168,6 +168,23 @@ def test_a_rank_that_cannot_reach_the_folder_is_named_on_every_rank(
 
 
 @ranks(2)
+def test_a_save_in_the_background_goes_where_its_path_led_when_it_was_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shared_folder(tmp_path)
+    model = wrapped(build(Net), FULL_SHARD, "blocks")
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    monkeypatch.chdir(folder)
+
+    saving = fullshard.save("here", model, step=1, asynchronous=True)
+    monkeypatch.chdir(elsewhere)
+
+    assert saving.wait() == folder / "here" / "step-00000001"
+    assert fullshard.latest(folder / "here") is not None
+
+
+@ranks(2)
 def test_damaged_extra_data_or_another_optimizer_leaves_the_model_as_it_was(
     tmp_path: Path,
 ) -> None:

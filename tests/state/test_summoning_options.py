@@ -157,6 +157,43 @@ def test_gradients_are_shown_whole_and_their_changes_are_kept() -> None:
     assert_same_parameters(bare, model)
 
 
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@ranks(2)
+def test_gradients_given_to_parameters_that_had_none_are_kept(strategy: ShardingStrategy) -> None:
+    bare = build(Net)
+    model = FSDP(build(Net), sharding_strategy=strategy, use_orig_params=True)
+
+    with FSDP.summon_full_params(model, with_grads=True):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+    for parameter in bare.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for each in (bare, model):
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    assert_same_parameters(bare, model)
+
+
+@with_both_modes
+@ranks(2)
+def test_a_parameter_of_another_shape_is_refused_on_every_rank_and_nothing_is_left_behind(
+    use_orig_params: bool,
+) -> None:
+    model = wrap(use_orig_params)
+    before = full_parameters(model)
+
+    with (
+        pytest.raises(RuntimeError, match="Cannot writeback when the parameter shape changes"),
+        FSDP.summon_full_params(model),
+    ):
+        model.head.bias.data = torch.zeros(9, device=model.compute_device)
+
+    assert_at_rest(model)
+    for name, parameter in full_parameters(model).items():
+        assert torch.equal(parameter, before[name]), name
+    train_step(model, 0)
+
+
 @ranks(2)
 def test_full_parameters_are_in_full_precision_and_buffers_are_not() -> None:
     class Buffered(Net):

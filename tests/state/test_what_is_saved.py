@@ -237,6 +237,29 @@ def test_what_hooks_of_the_user_see_is_the_bare_models() -> None:
     assert seen == [(3, 7)]
 
 
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_a_hook_registered_after_wrapping_may_rename_and_change_what_is_loaded(
+    use_orig_params: bool,
+) -> None:
+    def from_an_older_version(
+        module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+    ) -> None:
+        state[f"{prefix}weight"] = state.pop(f"{prefix}kernel") + 1
+
+    bare = build(Net)
+    model = wrapped(bare, FULL_SHARD, "blocks", use_orig_params=use_orig_params)
+    older = dict(bare.state_dict())
+    older["head.kernel"] = older.pop("head.weight") - 1
+    model.module.head.register_load_state_dict_pre_hook(from_an_older_version)
+    wipe(model)
+    model.load_state_dict(older)
+    found = model.state_dict()
+    torch.testing.assert_close(found["head.weight"], bare.head.weight.detach())
+    del found["head.weight"], older["head.kernel"]
+    assert_same_state(found, older)
+
+
 @ranks(2)
 def test_what_is_registered_on_a_wrapper_is_saved_and_loaded() -> None:
     model = wrapped(build(Net), FULL_SHARD, "blocks")
@@ -281,7 +304,9 @@ def test_an_exception_in_the_middle_leaves_nothing_behind() -> None:
         model._flat_param.add_(1)
         for parameter in bare.parameters():
             parameter.add_(1)
-    assert_same_state(model.module.blocks[2].state_dict(), dict(bare.blocks[2].state_dict()))
+    for prefix in ("2.", ""):
+        expected = dict(bare.blocks[2].state_dict(prefix=prefix))
+        assert_same_state(model.module.blocks[2].state_dict(prefix=prefix), expected)
     assert_same_state(model.state_dict(), dict(bare.state_dict()))
 
 

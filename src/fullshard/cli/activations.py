@@ -206,8 +206,9 @@ def _attention(
     **options: Any,
 ) -> torch.Tensor:
     operations = torch.ops.aten
-    same_heads = query.shape[-3] == key.shape[-3]
-    if attn_mask is not None or dropout_p or not same_heads:
+    # What has no kernel of its own is computed operation by operation, on devices too.
+    fits_kernels = query.dim() == 4 and query.shape[-3] == key.shape[-3]
+    if attn_mask is not None or dropout_p or not fits_kernels:
         return nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, **options
         )

@@ -7,6 +7,7 @@ Note: what a step sees
 
 from __future__ import annotations
 
+import codecs
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -83,7 +84,7 @@ def _join(files: Iterator[Path], limit: int) -> tuple[bytes, int]:
     parts: list[bytes] = []
     total = 0
     for file in files:
-        content = _text_in(file) if file.is_file() else b""
+        content = _text_in(file, limit - total) if file.is_file() else b""
         if content:
             parts.append(content)
             total += len(content)
@@ -92,10 +93,13 @@ def _join(files: Iterator[Path], limit: int) -> tuple[bytes, int]:
     return b"\n".join(parts)[:limit], len(parts)
 
 
-def _text_in(file: Path) -> bytes:
+def _text_in(file: Path, most: int) -> bytes:
+    """The first ``most`` bytes, and no more memory than that; nothing if they are no text."""
     try:
-        content = file.read_bytes()
-        content.decode("utf-8")
+        with file.open("rb") as opened:
+            content = opened.read(most)
+        # Where there is more, the last character may be cut.
+        codecs.getincrementaldecoder("utf-8")().decode(content, final=len(content) < most)
     except (OSError, UnicodeDecodeError):
         return b""
     return b"" if b"\0" in content else content

@@ -35,21 +35,19 @@ def summon(
 ) -> Generator[None, None, None]:
     """Show full parameters of ``units``; what is changed inside is kept if ``writeback``."""
     _check(units, writeback, rank0_only, offload_to_cpu, with_grads)
-    summoned: list[_Summoned] = []
-    try:
+    # A stack dismisses every unit, also if what is shown by one of them cannot be kept.
+    with contextlib.ExitStack() as summoned:
+        for device in {unit.device for unit, _ in units}:
+            summoned.callback(lines_for(device).settle)
         for unit, schedule in units:
             if unit.handles:
                 assert schedule is not None
                 schedule.rest(unit)
                 visible = unit.shards.rank == 0 or not rank0_only
-                summoned.append(_Summoned(unit, visible, offload_to_cpu, with_grads))
+                shown = _Summoned(unit, visible, offload_to_cpu, with_grads)
+                summoned.callback(shown.dismiss, writeback)
                 unit.summoned_everywhere = not rank0_only
         yield
-    finally:
-        for item in reversed(summoned):
-            item.dismiss(writeback)
-        for unit, _ in units:
-            lines_for(unit.device).settle()
 
 
 class _Summoned:
@@ -79,11 +77,13 @@ class _Summoned:
             unit.release()
 
     def dismiss(self, writeback: bool) -> None:
-        with torch.no_grad():
-            for part in self._parts:
-                part.take_back(writeback)
-        self._unit.summoned = self._unit.summoned_everywhere = False
-        self._unit.release()
+        try:
+            with torch.no_grad(), contextlib.ExitStack() as taken_back:
+                for part in self._parts:
+                    taken_back.callback(part.take_back, writeback)
+        finally:
+            self._unit.summoned = self._unit.summoned_everywhere = False
+            self._unit.release()
 
 
 class _Part:
@@ -147,10 +147,17 @@ class _Part:
     def take_back(self, writeback: bool) -> None:
         handle = self._handle
         found = [places[0].module._parameters[places[0].name] for places in handle.places]
-        if self._gradients_shown:
-            self._take_gradients(found, writeback)
-        if writeback:
-            self._store(found)
+        try:
+            if self._gradients_shown:
+                self._take_gradients(found, writeback)
+            if writeback:
+                self._store(found)
+        finally:
+            self._hide(found)
+
+    def _hide(self, found: Sequence[nn.Parameter | None]) -> None:
+        """Show this rank's part again."""
+        handle = self._handle
         if handle.use_orig_params:
             for index, parameter in enumerate(found):
                 if parameter is not None:
@@ -172,11 +179,13 @@ class _Part:
         handle = self._handle
         for index, piece in enumerate(handle.pieces):
             parameter = found[index]
-            if parameter is None or not piece.in_shard:
+            if parameter is None:
                 continue
             local = local_part(parameter)
+            # On ranks without a piece of it as well: those that go on would wait for the others.
             check_shape("parameter", handle.places[index][0], self._views[index], local)
-            store_own_part(handle, index, local)
+            if piece.in_shard:
+                store_own_part(handle, index, local)
 
     def _take_gradients(self, found: Sequence[nn.Parameter | None], writeback: bool) -> None:
         handle = self._handle
@@ -184,16 +193,22 @@ class _Part:
             if parameter is None:
                 continue
             gradient, parameter.grad = parameter.grad, None
-            old = self._reduced[index] if handle.use_orig_params else None
-            if not writeback or gradient is None or old is None:
-                gradient = old if not writeback else None
-            elif handle.is_sharded:
-                piece = handle.pieces[index]
-                slot = handle.layout.slots[index]
-                flat = in_buffer_order(slot, local_part(gradient))
-                gradient = old.copy_(flat[piece.start : piece.start + piece.numel])
+            if not writeback:
+                gradient = self._reduced[index]
+            elif gradient is not None and handle.is_sharded:
+                gradient = self._own_gradient(index, local_part(gradient))
             if gradient is not None:
                 set_gradient(self._kept(index, parameter), local_part(gradient))
+
+    def _own_gradient(self, index: int, whole: torch.Tensor) -> torch.Tensor | None:
+        """This rank's part of a gradient, in place of the old one; None where it has no part."""
+        piece = self._handle.pieces[index]
+        flat = in_buffer_order(self._handle.layout.slots[index], whole)
+        part = flat[piece.start : piece.start + piece.numel]
+        old = self._reduced[index]
+        if old is not None:
+            return old.copy_(part)
+        return part.clone() if piece.in_shard else None
 
 
 def _whole_gradients(unit: Unit, handle: FlatParamHandle) -> list[torch.Tensor | None]:

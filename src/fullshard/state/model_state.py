@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -55,13 +56,16 @@ class Session:
     owner: nn.Module | None
     prefix: str
     values: dict[nn.Module, dict[str, Any]]
+    call: FrameType | None
 
-    def covers(self, prefix: str) -> bool:
-        """Whether a module with this prefix is entered by the same call."""
-        if self.owner is None:
-            return True
-        # A call that begins elsewhere was broken off if it left its session open.
-        return len(prefix) > len(self.prefix) and prefix.startswith(self.prefix)
+    def covers(self, entering: FrameType | None) -> bool:
+        """Whether the call ``entering`` a module was made by the one that opened the session.
+
+        One that was broken off left its session open, with values of then.
+        """
+        while entering is not None and entering is not self.call:
+            entering = entering.f_back
+        return self.owner is None or entering is not None
 
 
 class ModelState:
@@ -154,10 +158,10 @@ class ModelState:
 
     # -- saving -------------------------------------------------------------------------------
 
-    def open(self, owner: nn.Module | None, prefix: str) -> None:
-        """Take from the unit what a call needs that began at ``owner`` (None: at the wrapper)."""
+    def open(self, owner: nn.Module | None, prefix: str, call: FrameType | None = None) -> None:
+        """Take from the unit what a ``call`` needs that began at ``owner`` (None: the wrapper)."""
         self.refuse_inside_pass("state_dict()")
-        self._session = Session(owner, prefix, {})
+        self._session = Session(owner, prefix, {}, call)
         with torch.no_grad():
             self._session.values = self._take(owner)
 
@@ -271,10 +275,10 @@ class ModelState:
         shared = self.mesh or (self._own_mesh if use_dtensor else None)
         return None if shared is None else shared.mesh
 
-    def before_save(self, module: nn.Module, prefix: str) -> None:
-        """A module is about to be written down."""
-        if self._session is None or not self._session.covers(prefix):
-            self.open(module, prefix)
+    def before_save(self, module: nn.Module, prefix: str, call: FrameType | None) -> None:
+        """A module is about to be written down by ``call``, a frame of ``state_dict()``."""
+        if self._session is None or not self._session.covers(call):
+            self.open(module, prefix, call)
 
     def after_save(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """A module and all below it were written down, this unit's values still wrong."""

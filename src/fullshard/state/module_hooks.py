@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -29,14 +31,31 @@ def attach(module: nn.Module, state: ModelState) -> None:
     module.register_load_state_dict_pre_hook(_before_load)
 
 
+def load_last(modules: Iterable[nn.Module]) -> None:
+    """Let units take values after all other hooks, which may rename or change them.
+
+    Those that were registered after wrapping would come too late otherwise.
+    """
+    for module in modules:
+        hooks = module._load_state_dict_pre_hooks
+        ours = next((key for key, hook in hooks.items() if _is_ours(hook)), None)
+        if ours is not None:
+            hooks.move_to_end(ours)  # type: ignore[attr-defined]
+
+
+def _is_ours(hook: Any) -> bool:
+    return getattr(hook, "hook", hook) is _before_load
+
+
 def _states_at(module: nn.Module) -> list[ModelState]:
     found = (reference() for reference in _taking_part.get(module, ()))
     return [state for state in found if state is not None]
 
 
 def _before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    call = sys._getframe(1)
     for state in _states_at(module):
-        state.before_save(module, prefix)
+        state.before_save(module, prefix, call)
 
 
 def _after_save(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:

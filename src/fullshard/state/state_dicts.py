@@ -12,6 +12,7 @@ from torch import nn
 from ..api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 from ..engine.places import WRAPPED_MODULE
 from .model_state import ModelState, Order
+from .module_hooks import load_last
 from .sharded_tensors import SharedMesh
 from .state_types import default_settings, make_settings
 
@@ -187,6 +188,7 @@ class StateDicts(nn.Module):
         state_dict.clear()
         state_dict.update(renamed)
         self._load_errors = error_msgs
+        load_last(self.modules())
         super()._load_from_state_dict(
             state_dict,
             prefix,

@@ -137,8 +137,11 @@ def save(
     if asynchronous:
         _detach_from_training(tensors, model)
 
+    # Now: while it is written in the background, the program may change its working folder.
+    folder = Path(path).absolute()
+
     def write() -> Path:
-        partial = ranks.first_decides(lambda: folders.begin(Path(path), step))
+        partial = ranks.first_decides(lambda: folders.begin(folder, step))
         return _write(partial, ranks, Manifest(step, ranks.size, content, {}), tensors, keep_last)
 
     handle = SaveHandle(write, asynchronous)
