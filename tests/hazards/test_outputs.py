@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import pytest
@@ -295,8 +294,6 @@ class Auxiliary:
 HIDDEN: dict[str, tuple[Any, Any]] = {
     "slots": (Auxiliary, lambda hidden: hidden.loss),
     "deque": (lambda loss: collections.deque([loss]), lambda hidden: hidden[0]),
-    "closure": (lambda loss: lambda: loss, lambda hidden: hidden()),
-    "partial": (lambda loss: functools.partial(torch.neg, loss), lambda hidden: hidden()),
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import functools
 import itertools
 import operator
 import types
@@ -16,7 +15,6 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 
-_EMPTY = types.CellType()
 _PLAIN = {torch.Tensor, torch.nn.Parameter, types.NoneType, bool, int, float, str}
 
 Replace = Callable[[torch.Tensor], torch.Tensor]
@@ -26,8 +24,7 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
     """Every tensor that can be reached in a module's inputs or outputs.
 
     Looks into tuples, lists, dicts, dataclasses, named tuples, packed sequences and, since people
-    return objects of their own, into the attributes of anything else that has some, and into what
-    functions were made with.
+    return objects of their own, into the attributes of anything else that has some.
     """
     if isinstance(value, torch.Tensor):
         yield value
@@ -42,10 +39,11 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
             children = list(value.values())
         elif isinstance(value, (tuple, list, set, frozenset, collections.deque)):
             children = list(value)
-        elif isinstance(value, type):
+        elif callable(value):
+            # Classes, and functions and modules, which may lead anywhere.
             return
         else:
-            children = _in_slots(value) if not callable(value) else _in_callable(value)
+            children = _in_slots(value)
         if hasattr(value, "__dict__"):
             children.extend(vars(value).values())
         for child in children:
@@ -63,17 +61,6 @@ def _in_slots(value: Any) -> list[Any]:
     names = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
     each = ((slots,) if isinstance(slots, str) else slots for slots in names)
     return [getattr(value, name, None) for name in itertools.chain.from_iterable(each)]
-
-
-def _in_callable(value: Any) -> list[Any]:
-    """What a function keeps from where it was made, and a method or partial call holds."""
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, types.MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, types.FunctionType):
-        return [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY]
-    return _in_slots(value)
 
 
 def replace_tensors(value: Any, function: Replace) -> Any:
