@@ -67,16 +67,19 @@ def draw_cpu(results: dict[str, Any]) -> Figure:
 
 
 def draw_overlap(results: dict[str, Any]) -> Figure:
-    """Step time against bandwidth, with fullshard's ideal."""
+    """Step time against bandwidth, with what is ideal and what is reachable for fullshard."""
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     points = sorted((float(width), part["rows"]) for width, part in results["bandwidths"].items())
     widths = [width for width, _ in points]
     for row in points[0][1]:
         axes.plot(widths, [r[row]["step ms"] for _, r in points], "o-", c=COLORS[row], label=row)
     if "fullshard" in points[0][1]:
-        ideal = [rows["fullshard"]["ideal ms"] for _, rows in points]
-        axes.plot(widths, ideal, "k--", label="ideal for fullshard")
+        for bound, line in (("reachable", "k:"), ("ideal", "k--")):
+            values = [rows["fullshard"][f"{bound} ms"] for _, rows in points]
+            axes.plot(widths, values, line, label=f"{bound} for fullshard")
     axes.set(xscale="log", xlabel="bandwidth, GB/s", ylabel="ms per step", title=results["case"])
+    axes.set_xticks(widths, [f"{width:g}" for width in widths], minor=False)
+    axes.set_xticks([], minor=True)
     axes.set_ylim(bottom=0)
     axes.legend()
     return figure
