@@ -442,6 +442,12 @@ def _parameter_at(place: Place) -> nn.Parameter:
             "wrapping, which still manages it: remove parameters, or register what replaces them "
             "(pruning, parametrizations, adapters), before wrapping"
         )
+    if not isinstance(found, nn.Parameter):
+        raise RuntimeError(
+            f"Parameter {place.path!r} is replaced by a plain tensor, as by functional_call. Its "
+            "values would stay: call functional_call on a module inside of the unit, in its "
+            "forward, or replace the parameter by an nn.Parameter"
+        )
     return found
 
 
