@@ -413,6 +413,11 @@ class FlatParamHandle:
     # -- the user's view ----------------------------------------------------------------------
 
     @property
+    def keeps_local_gradients(self) -> bool:
+        """Whether there are unreduced gradients: the user may have cleared them since."""
+        return self.local_gradients and any(p.grad is not None for p in self.watched)
+
+    @property
     def trainable(self) -> list[bool]:
         """Per parameter, whether it takes part in training now."""
         if self.use_orig_params:

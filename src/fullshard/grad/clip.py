@@ -65,7 +65,7 @@ def _check(schedule: Schedule, units: Sequence[Unit], norm_type: float) -> None:
         )
     if not float(norm_type) > 0:
         raise ValueError(f"clip_grad_norm_() expects a norm_type above 0, but got {norm_type}")
-    pending = [u.name for u in units if any(h.local_gradients for h in u.handles)]
+    pending = [u.name for u in units if any(h.keeps_local_gradients for h in u.handles)]
     if pending:
         raise RuntimeError(
             f"Units {pending} hold unreduced gradients (no_sync), which differ between ranks; run "
