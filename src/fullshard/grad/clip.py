@@ -48,7 +48,7 @@ def clip_grad_norm(
     widest = gradients[0].dtype
     for gradient in gradients:
         widest = torch.promote_types(widest, gradient.dtype)
-    return total.to(widest)
+    return total.to(widest.to_real())
 
 
 def _check(schedule: Schedule, units: Sequence[Unit], norm_type: float) -> None:
@@ -150,7 +150,7 @@ def _power(gradients: Sequence[torch.Tensor], p: float, device: torch.device) ->
     """The sum of |g|^p over this rank's elements (their maximum if ``p`` is inf)."""
     norms: list[torch.Tensor] = []
     for group in _alike(gradients):
-        wide = torch.promote_types(group[0].dtype, torch.float32).to_real()
+        wide = torch.promote_types(group[0].dtype, torch.float32)
         norms += [n.to(device, torch.float64) for n in torch._foreach_norm(group, p, dtype=wide)]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
