@@ -372,3 +372,35 @@ def test_features_that_hooks_keep_lead_gradients_back_when_nothing_else_does(
     # The copy finds what was put on the model's modules.
     twin = copy.deepcopy(model)
     torch.testing.assert_close(step_of(twin, 5), step_of(model, 5))
+
+
+@ranks(2)
+def test_what_a_unit_puts_aside_leads_gradients_back_through_the_units_around_it() -> None:
+    class Storing(nn.Linear):
+        loss: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output = torch.tanh(super().forward(x))
+            self.loss = output.square().mean()
+            return output
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.inner = nn.Linear(5, 5), Storing(5, 5)
+            self.after = nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.after(self.inner(torch.tanh(self.before(x))))
+
+    def step_of(model: nn.Module, step: int) -> torch.Tensor:
+        model(inputs(step))
+        loss = sum(m.loss for m in model.modules() if isinstance(m, Storing))
+        loss.backward()
+        return loss.detach()
+
+    compare(
+        lambda: nn.Sequential(Around(), Around()),
+        step_of,
+        auto_wrap_policy=ModuleWrapPolicy({Around, Storing}),
+    )
