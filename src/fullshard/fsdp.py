@@ -6,7 +6,6 @@ What the wrapper does is decided in ``wrap``, carried out by ``engine``, and sho
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -26,6 +25,7 @@ from .engine.schedule import Schedule
 from .engine.suitability import check_modules, check_one_device, note_places
 from .engine.unit import Unit, UnitOptions
 from .facts import TrainingState, UnitFacts
+from .forward_method import ForwardMethod
 from .gradient_methods import GradientMethods
 from .state.full_params import summon
 from .state.initialize import check_initializable
@@ -451,13 +451,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             f"{type(module.module).__name__} has no method {method_name!r} to register"
         )
 
-    @functools.wraps(method)
-    def gathered(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return run_traced(module, method, args, kwargs)
-        return module._run(method, args, kwargs)
-
-    setattr(module.module, method_name, gathered)
+    setattr(module.module, method_name, ForwardMethod(module, method))
 
 
 def _unit_name(path: str, wrapper: FullyShardedDataParallel) -> str:

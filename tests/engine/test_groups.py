@@ -256,3 +256,28 @@ def test_groups_are_made_by_dtype_and_by_trainability() -> None:
 def test_without_original_parameters_dtypes_must_be_the_same() -> None:
     with pytest.raises(ValueError, match="uniform dtype"):
         wrap(make(MixedDtypes), use_orig_params=False)
+
+
+@with_each_strategy
+@ranks(2)
+def test_a_backward_that_reaches_one_of_two_groups_leaves_the_other_without_gradients(
+    strategy: str,
+) -> None:
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.float32 = nn.Parameter(torch.ones(5))
+            self.float64 = nn.Parameter(torch.ones(5, dtype=torch.float64))
+
+        def forward(self, name: str) -> torch.Tensor:
+            return getattr(self, name).square().sum()
+
+    model = wrap(Either().to(device()), strategy)
+    for name in ("float32", "float64"):
+        model(name).backward()
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            gradients = {name: p.grad for name, p in model.named_parameters()}
+        model.zero_grad()
+        found = gradients.pop(name)
+        torch.testing.assert_close(found, torch.full_like(found, 2.0))
+        assert list(gradients.values()) == [None]

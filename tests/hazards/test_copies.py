@@ -252,3 +252,21 @@ def test_buffers_compute_in_their_own_low_precision(strategy: ShardingStrategy) 
     )
     assert model(inputs(0)).dtype is torch.bfloat16
     assert seen == [torch.bfloat16, torch.int64]
+
+
+class Encoder(nn.Linear):
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self(x))
+
+
+@pytest.mark.parametrize("how", COPIES)
+@ranks(2)
+def test_a_registered_method_of_a_copy_runs_the_copy(how: str) -> None:
+    model = FSDP(build(lambda: Encoder(5, 3)), use_orig_params=True)
+    model.register_forward_method("encode")
+    twin = COPIES[how](model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(2)
+        for each in (model, twin):
+            torch.testing.assert_close(each.encode(inputs(0)), torch.tanh(each(inputs(0))))

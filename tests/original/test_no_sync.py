@@ -144,6 +144,25 @@ def test_zero_grad_forgets_what_no_sync_kept(
     assert_same_parameters(reference.module, model)
 
 
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+@ranks(2)
+def test_what_no_sync_kept_and_zero_grad_forgot_is_no_gradient_after_a_backward_to_inputs_alone(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    model = pair(strategy)[use_orig_params]
+    with model.no_sync():
+        train_step(model, 0)
+    model.zero_grad()
+    if use_orig_params:
+        with FSDP.summon_full_params(model, with_grads=True):
+            assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.clip_grad_norm_(1.0) == 0
+    given = inputs(1).requires_grad_()
+    torch.autograd.grad(model(given).sum(), given)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @ranks(2)

@@ -91,3 +91,17 @@ def test_parameters_tied_after_wrapping_train_as_one(strategy: ShardingStrategy)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@ranks(2)
+def test_tensors_that_stand_in_for_one_call_are_refused_and_change_nothing(
+    strategy: ShardingStrategy,
+) -> None:
+    reference = build(Model)
+    model = FSDP(build(Model), sharding_strategy=strategy, use_orig_params=True)
+    names = [name for name, _ in nn.Module.named_parameters(model)]
+    others = dict(zip(names, map(torch.randn_like, reference.parameters()), strict=True))
+    with pytest.raises(RuntimeError, match=r"0\.weight' is replaced by a plain tensor"):
+        torch.func.functional_call(model, others, inputs(0))
+    assert_same_parameters(reference, model)

@@ -219,3 +219,19 @@ def test_gradients_of_no_sync_are_refused_until_they_are_reduced() -> None:
         model.clip_grad_norm_(1.0)
     train_step(model, 1)
     assert model.clip_grad_norm_(1.0) > 0
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_complex_gradients_are_clipped(use_orig_params: bool, norm_type: float) -> None:
+    reference = build(lambda: nn.Linear(5, 3, dtype=torch.complex64))
+    model = FSDP(copy.deepcopy(reference), use_orig_params=use_orig_params)
+    for each in (reference, model):
+        each(inputs(0) + 1j).abs().square().sum().backward()
+    average_gradients(reference)
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1, norm_type)
+    torch.testing.assert_close(model.clip_grad_norm_(0.1, norm_type), expected)
+    for each in (reference, model):
+        torch.optim.SGD(each.parameters(), lr=0.3).step()
+    assert_same_parameters(reference, model)

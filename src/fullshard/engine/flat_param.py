@@ -415,6 +415,11 @@ class FlatParamHandle:
     # -- the user's view ----------------------------------------------------------------------
 
     @property
+    def keeps_local_gradients(self) -> bool:
+        """Whether there are unreduced gradients: the user may have cleared them since."""
+        return self.local_gradients and any(p.grad is not None for p in self.watched)
+
+    @property
     def trainable(self) -> list[bool]:
         """Per parameter, whether it takes part in training now."""
         if self.use_orig_params:
@@ -443,6 +448,12 @@ def _parameter_at(place: Place) -> nn.Parameter:
             f"Parameter {place.path!r} was removed from its {type(place.module).__name__} after "
             "wrapping, which still manages it: remove parameters, or register what replaces them "
             "(pruning, parametrizations, adapters), before wrapping"
+        )
+    if not isinstance(found, nn.Parameter):
+        raise RuntimeError(
+            f"Parameter {place.path!r} is replaced by a plain tensor, as by functional_call. Its "
+            "values would stay: call functional_call on a module inside of the unit, in its "
+            "forward, or replace the parameter by an nn.Parameter"
         )
     return found
 

@@ -127,6 +127,8 @@ def stage(handle: FlatParamHandle, gradients: Gradients, trainable: Sequence[boo
 
 
 def _copy(places: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+    if not gradients:
+        return
     try:
         torch._foreach_copy_(places, gradients)
     except RuntimeError:

@@ -73,7 +73,7 @@ class Reduction:
     def stage_kept(self) -> None:
         """Stage what ``no_sync`` left behind in a unit that this backward did not reach."""
         handles = self._unit.handles
-        if any(handle.local_gradients for handle in handles):
+        if any(handle.keeps_local_gradients for handle in handles):
             self.stage([[None] * len(handle.layout.slots) for handle in handles])
 
     # -- reducing -----------------------------------------------------------------------------

@@ -153,7 +153,10 @@ class Schedule:
         tracked = [tensor for tensor in outputs if tensor.grad_fn is not None]
         inputs, progress.inputs = progress.inputs, None
         if torch.is_grad_enabled():
-            tracked += self._side_outputs(unit).made_since(progress.birth, inputs)
+            aside = list(self._side_outputs(unit).made_since(progress.birth, inputs))
+            if aside:
+                tracked += aside
+                self._tell_enclosing(unit, aside)
         if tracked:
             hook = functools.partial(self._backward.on_output_gradient, unit, unit.exact, call)
             self._hook_outputs(tracked, hook)
@@ -231,6 +234,13 @@ class Schedule:
         if progress.side_outputs is None:
             progress.side_outputs = SideOutputs(unit, self._modules)
         return progress.side_outputs
+
+    def _tell_enclosing(self, unit: Unit, aside: list[torch.Tensor]) -> None:
+        """Let the unit around ``unit`` know by which tensors autograd may enter both of them."""
+        others = (p for other, p in self._progress.items() if other is not unit and p.active)
+        enclosing = max(others, key=lambda progress: progress.birth, default=None)
+        if enclosing is not None and enclosing.side_outputs is not None:
+            enclosing.side_outputs.note(aside)
 
     def _begin_pass(self, unit: Unit) -> None:
         unit.begin_pass()

@@ -31,7 +31,8 @@ class SideOutputs:
         self._modules = own
         self._hooks = [m._forward_hooks for m in own] + [m._forward_pre_hooks for m in own]
         self._hook_count = 0
-        #: What modules with hooks were called with and returned, while the unit's forward runs.
+        #: What modules with hooks were called with and returned, and what nested units put aside,
+        #: while the unit's forward runs.
         self.shown: list[Any] | None = None
         self._count = -1
         self._places: list[tuple[dict[str, Any], str]] = []
@@ -49,6 +50,11 @@ class SideOutputs:
                 elif any(map(_is_users, hooks)):
                     module.register_forward_hook(_Watch(self), with_kwargs=True)
             self._hook_count = sum(map(len, self._hooks))
+
+    def note(self, shown: Any) -> None:
+        """Somebody outside may keep tensors that are in ``shown``, while the forward runs."""
+        if self.shown is not None:
+            self.shown.append(shown)
 
     def made_since(self, birth: int, inputs: Any) -> Iterator[torch.Tensor]:
         """Those that lead into the unit by nodes not older than ``birth``, in autograd's count.
@@ -105,8 +111,8 @@ class _Watch:
     @torch._disable_dynamo
     def __call__(self, module: nn.Module, *shown: Any) -> None:
         side_outputs = self.watcher()
-        if side_outputs is not None and side_outputs.shown is not None:
-            side_outputs.shown.append(shown)
+        if side_outputs is not None:
+            side_outputs.note(shown)
 
 
 def _nobody() -> None:

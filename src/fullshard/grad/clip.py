@@ -48,7 +48,7 @@ def clip_grad_norm(
     widest = gradients[0].dtype
     for gradient in gradients:
         widest = torch.promote_types(widest, gradient.dtype)
-    return total.to(widest)
+    return total.to(widest.to_real())
 
 
 def _check(schedule: Schedule, units: Sequence[Unit], norm_type: float) -> None:
@@ -65,7 +65,7 @@ def _check(schedule: Schedule, units: Sequence[Unit], norm_type: float) -> None:
         )
     if not float(norm_type) > 0:
         raise ValueError(f"clip_grad_norm_() expects a norm_type above 0, but got {norm_type}")
-    pending = [u.name for u in units if any(h.local_gradients for h in u.handles)]
+    pending = [u.name for u in units if any(h.keeps_local_gradients for h in u.handles)]
     if pending:
         raise RuntimeError(
             f"Units {pending} hold unreduced gradients (no_sync), which differ between ranks; run "
@@ -150,7 +150,7 @@ def _power(gradients: Sequence[torch.Tensor], p: float, device: torch.device) ->
     """The sum of |g|^p over this rank's elements (their maximum if ``p`` is inf)."""
     norms: list[torch.Tensor] = []
     for group in _alike(gradients):
-        wide = torch.promote_types(group[0].dtype, torch.float32).to_real()
+        wide = torch.promote_types(group[0].dtype, torch.float32)
         norms += [n.to(device, torch.float64) for n in torch._foreach_norm(group, p, dtype=wide)]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)

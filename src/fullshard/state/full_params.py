@@ -270,7 +270,7 @@ def _check(
                 f"with_grads=True, use_orig_params=False, offload_to_cpu={offload_to_cpu} is not "
                 "supported yet: gradients are shown in full by use_orig_params=True"
             )
-        if with_grads and any(handle.local_gradients for handle in unit.handles):
+        if with_grads and any(handle.keeps_local_gradients for handle in unit.handles):
             raise RuntimeError(
                 f"Unit {unit.name!r} holds unreduced gradients (no_sync); run a backward outside "
                 "no_sync() before asking for full gradients"
