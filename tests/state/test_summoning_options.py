@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -191,6 +192,26 @@ def test_a_parameter_of_another_shape_is_refused_on_every_rank_and_nothing_is_le
     assert_at_rest(model)
     for name, parameter in full_parameters(model).items():
         assert torch.equal(parameter, before[name]), name
+    train_step(model, 0)
+
+
+@pytest.mark.parametrize("writeback", [False, True])
+@with_both_modes
+@ranks(2)
+def test_a_parameter_removed_inside_is_told_or_comes_back(
+    use_orig_params: bool, writeback: bool
+) -> None:
+    model, bare = wrap(use_orig_params), build(Net)
+    told = pytest.raises(RuntimeError, match=r"'head\.bias' was removed from its Linear")
+
+    with (
+        told if writeback else contextlib.nullcontext(),
+        FSDP.summon_full_params(model, writeback=writeback),
+    ):
+        del model.head.bias
+
+    assert_at_rest(model)
+    assert_same_parameters(bare, model)
     train_step(model, 0)
 
 

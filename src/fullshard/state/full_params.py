@@ -16,7 +16,7 @@ from torch import nn
 
 from ..engine.buffers import FullBuffer
 from ..engine.device import lines_for
-from ..engine.flat_param import FlatParamHandle, check_shape
+from ..engine.flat_param import FlatParamHandle, check_shape, parameter_at
 from ..engine.gradients import set_gradient
 from ..engine.schedule import Schedule
 from ..engine.tensor_parallel import as_shown, local_part
@@ -146,12 +146,12 @@ class _Part:
 
     def take_back(self, writeback: bool) -> None:
         handle = self._handle
-        found = [places[0].module._parameters[places[0].name] for places in handle.places]
+        found = [places[0].module._parameters.get(places[0].name) for places in handle.places]
         try:
             if self._gradients_shown:
                 self._take_gradients(found, writeback)
             if writeback:
-                self._store(found)
+                self._store()
         finally:
             self._hide(found)
 
@@ -165,7 +165,7 @@ class _Part:
                     handle.params[index].requires_grad_(parameter.requires_grad)
         else:
             for place in (place for places in handle.places for place in places):
-                del place.module._parameters[place.name]
+                place.module._parameters.pop(place.name, None)
             handle.module._parameters["_flat_param"] = handle.flat_param
             handle.flat_param.data = handle.shard_tensor
         handle.rebind()
@@ -174,14 +174,11 @@ class _Part:
         """The parameter that stays when ``shown`` goes: itself, or the plain one of a DTensor."""
         return self._handle.params[index] if self._handle.distribution(index) else shown
 
-    def _store(self, found: Sequence[nn.Parameter | None]) -> None:
+    def _store(self) -> None:
         """Copy this rank's part of the full parameters into the shard."""
         handle = self._handle
         for index, piece in enumerate(handle.pieces):
-            parameter = found[index]
-            if parameter is None:
-                continue
-            local = local_part(parameter)
+            local = local_part(parameter_at(handle.places[index][0]))
             # On ranks without a piece of it as well: those that go on would wait for the others.
             check_shape("parameter", handle.places[index][0], self._views[index], local)
             if piece.in_shard:
