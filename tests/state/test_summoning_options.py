@@ -195,6 +195,22 @@ def test_a_parameter_of_another_shape_is_refused_on_every_rank_and_nothing_is_le
     train_step(model, 0)
 
 
+@with_both_modes
+@ranks(2)
+def test_a_shared_parameter_is_replaced_by_any_of_its_names(use_orig_params: bool) -> None:
+    bare = build(Net)
+    bare.blocks[2].up.weight = bare.blocks[0].up.weight
+    model = FSDP(bare, use_orig_params=use_orig_params)
+    expected = torch.full_like(full_parameters(model)["blocks.0.up.weight"], 2)
+
+    with FSDP.summon_full_params(model):
+        model.blocks[2].up.weight = nn.Parameter(expected.clone())
+
+    assert torch.equal(full_parameters(model)["blocks.0.up.weight"], expected)
+    with FSDP.summon_full_params(model):
+        assert model.blocks[0].up.weight is model.blocks[2].up.weight
+
+
 @pytest.mark.parametrize("writeback", [False, True])
 @with_both_modes
 @ranks(2)

@@ -145,15 +145,21 @@ class _Part:
     _gradients_shown = False
 
     def take_back(self, writeback: bool) -> None:
-        handle = self._handle
-        found = [places[0].module._parameters.get(places[0].name) for places in handle.places]
+        found = [self._standing(index) for index in range(len(self._parameters))]
         try:
             if self._gradients_shown:
                 self._take_gradients(found, writeback)
             if writeback:
-                self._store()
+                self._store(found)
         finally:
             self._hide(found)
+
+    def _standing(self, index: int) -> nn.Parameter | None:
+        """What stands where a parameter was shown; of a shared one, what replaced it anywhere."""
+        places = self._handle.places[index]
+        here = [place.module._parameters.get(place.name) for place in places]
+        shown = self._parameters[index]
+        return next((p for p in here if p is not None and p is not shown), here[0])
 
     def _hide(self, found: Sequence[nn.Parameter | None]) -> None:
         """Show this rank's part again."""
@@ -174,11 +180,15 @@ class _Part:
         """The parameter that stays when ``shown`` goes: itself, or the plain one of a DTensor."""
         return self._handle.params[index] if self._handle.distribution(index) else shown
 
-    def _store(self) -> None:
+    def _store(self, found: Sequence[nn.Parameter | None]) -> None:
         """Copy this rank's part of the full parameters into the shard."""
         handle = self._handle
         for index, piece in enumerate(handle.pieces):
-            local = local_part(parameter_at(handle.places[index][0]))
+            for place in handle.places[index]:
+                parameter_at(place)  # Refuses that it was removed.
+            parameter = found[index]
+            assert parameter is not None
+            local = local_part(parameter)
             # On ranks without a piece of it as well: those that go on would wait for the others.
             check_shape("parameter", handle.places[index][0], self._views[index], local)
             if piece.in_shard:
