@@ -211,6 +211,25 @@ def test_a_shared_parameter_is_replaced_by_any_of_its_names(use_orig_params: boo
         assert model.blocks[0].up.weight is model.blocks[2].up.weight
 
 
+@pytest.mark.parametrize("with_grads", [False, True])
+@ranks(2)
+def test_a_replacement_that_is_discarded_leaves_the_parameter_that_an_optimizer_holds(
+    with_grads: bool,
+) -> None:
+    bare, model = build(Net), wrap()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (bare, model)]
+    for each in (bare, model):
+        train_step(each, 0)
+    average_gradients(bare)
+
+    with FSDP.summon_full_params(model, writeback=False, with_grads=with_grads):
+        model.head.weight = nn.Parameter(torch.zeros_like(model.head.weight))
+
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same_parameters(bare, model)
+
+
 @pytest.mark.parametrize("writeback", [False, True])
 @with_both_modes
 @ranks(2)

@@ -145,7 +145,9 @@ class _Part:
     _gradients_shown = False
 
     def take_back(self, writeback: bool) -> None:
-        found = [self._standing(index) for index in range(len(self._parameters))]
+        found: list[nn.Parameter | None] = [*self._parameters]
+        if writeback:
+            found = [self._standing(index) for index in range(len(found))]
         try:
             if self._gradients_shown:
                 self._take_gradients(found, writeback)
