@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard import latest
 from fullshard.cli.data import read_text
 from fullshard.cli.model import GPT, next_token_loss
 from fullshard.cli.options import Options
@@ -24,7 +25,7 @@ from fullshard.cli.run_folder import RunFolder
 from fullshard.cli.stopping import StopRequest
 from fullshard.cli.train import Request, prepare
 from fullshard.cli.training import materializer, train
-from fullshard.testing import device, run_on_ranks
+from fullshard.testing import RanksFailed, device, run_on_ranks
 
 OPTIONS = Options(
     layers=2,
@@ -121,6 +122,14 @@ def test_losses_are_those_of_the_bare_model_on_the_whole_batch(complete: Path) -
     if device().type == "cpu":
         assert found == pytest.approx(expected, rel=1e-4)
     assert found[0] == pytest.approx(expected[0], rel=0.05)
+
+
+def test_parameters_that_are_lost_in_a_step_are_not_saved(tmp_path: Path) -> None:
+    # A rate at which gradients, and with them parameters, are lost before the loss is.
+    with pytest.raises(RanksFailed, match="the gradients' norm is nan at step 2; the last"):
+        run(tmp_path, save_every=1, learning_rate=1000.0, warmup=1, keep=1)
+
+    assert latest(tmp_path / "checkpoints").step == 1
 
 
 def test_a_checkpoint_of_another_model_is_refused(complete: Path) -> None:

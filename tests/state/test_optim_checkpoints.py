@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as torch_state_dict
 from tests.original.training import Net, build
-from tests.state.models import SHARDED_KINDS, kind, other, wrapped
+from tests.state.models import SHARDED_KINDS, assert_same_state, copied, kind, other, wrapped
 from tests.state.optimizers import (
     adam,
     adamw,
@@ -182,3 +182,25 @@ def test_set_optimizer_state_dict_of_torch_sends_what_the_first_rank_has(
     use_orig_params: bool,
 ) -> None:
     run_on_ranks(2, from_the_first_rank, use_orig_params)
+
+
+def a_part_of_the_model(use_orig_params: bool) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        point_torch_at_fullshard(monkeypatch)
+        bare = build(Net)
+        model = wrapped(
+            bare, ShardingStrategy.FULL_SHARD, "blocks", use_orig_params=use_orig_params
+        )
+        expected = copied(bare.state_dict())
+        expected["head.weight"] += 1
+        torch_state_dict.set_model_state_dict(
+            model,
+            {"head.weight": expected["head.weight"].clone()},
+            options=torch_state_dict.StateDictOptions(full_state_dict=True, strict=False),
+        )
+        assert_same_state(model.state_dict(), expected)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_set_model_state_dict_of_torch_loads_a_part_of_the_model(use_orig_params: bool) -> None:
+    run_on_ranks(2, a_part_of_the_model, use_orig_params)

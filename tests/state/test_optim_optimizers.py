@@ -24,6 +24,7 @@ from torch import nn, optim
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import OptimStateKeyType, ShardingStrategy
+from fullshard.state.optim_facts import equal
 from fullshard.testing import device, ranks
 
 BEFORE = range(2)
@@ -104,7 +105,7 @@ class Peculiar(optim.Optimizer):
                     state["exact"] = torch.tensor(1 / 3, dtype=torch.float64)
                     state["signs"] = torch.zeros_like(parameter, dtype=torch.bool)
                     state["sum"] = torch.zeros_like(parameter, dtype=torch.float64)
-                    state["nested"] = {"lrs": [], "last": None}
+                    state["nested"] = {"lrs": [], "last": None, "scale": torch.tensor([0.5, 2])}
                 state["history"][state["calls"]] = state["calls"] + 0.5
                 state["calls"] += 1
                 state["nested"]["lrs"].append(group["lr"])
@@ -129,7 +130,7 @@ def test_state_that_is_not_shaped_like_parameters_is_kept(kind: str, use_orig_pa
         assert torch.equal(found["signs"], state["signs"])
         assert found["phase"] == "warm"
         assert torch.equal(found["history"], state["history"])
-        assert found["nested"] == state["nested"]
+        assert equal(found["nested"], state["nested"])
         assert found["exact"] == state["exact"]
         assert found["sum"].dtype == torch.float64
         torch.testing.assert_close(found["sum"], state["sum"], rtol=1e-5, atol=1e-6)
@@ -146,7 +147,7 @@ def test_state_that_is_not_shaped_like_parameters_is_kept(kind: str, use_orig_pa
     loaded.load_state_dict(loaded_state)
     cast = full_state(model, loaded)
     for name, state in expected["state"].items():
-        assert cast["state"][name]["nested"] == state["nested"]
+        assert equal(cast["state"][name]["nested"], state["nested"])
         assert torch.equal(cast["state"][name]["sum"], state["sum"].float())
     torch.testing.assert_close(next_loss_and_step(model, loaded, 2), losses)
 
@@ -178,6 +179,33 @@ def test_state_of_a_rank_s_own_piece_is_refused_and_saved_locally() -> None:
         FSDP.optim_state_dict_to_load(model, loaded, saved, load_directly=True)
     (mine,), (found,) = optimizer.state.values(), loaded.state.values()
     assert torch.equal(mine["norms"], found["norms"])
+
+
+class Wrapping(optim.Optimizer):
+    """Keeps a value per element in a dict of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                self.state[parameter]["inner"] = {"last": parameter.grad.clone()}
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_values_per_element_inside_of_a_dict_are_refused_and_saved_locally(
+    use_orig_params: bool,
+) -> None:
+    model = wrapped(build(Net), FULL_SHARD, "blocks", use_orig_params=use_orig_params)
+    optimizer = Wrapping(model.parameters())
+    trained(model, optimizer, BEFORE)
+    with pytest.raises(RuntimeError, match=r"'inner' of .* belongs to a rank's piece alone"):
+        FSDP.optim_state_dict(model, optimizer)
+    with optim_kind(model, "local"):
+        saved = FSDP.optim_state_dict(model, optimizer)
+    assert len(saved["state"]) == len(optimizer.state)
 
 
 @ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -191,6 +192,61 @@ def test_a_parameter_of_another_shape_is_refused_on_every_rank_and_nothing_is_le
     assert_at_rest(model)
     for name, parameter in full_parameters(model).items():
         assert torch.equal(parameter, before[name]), name
+    train_step(model, 0)
+
+
+@with_both_modes
+@ranks(2)
+def test_a_shared_parameter_is_replaced_by_any_of_its_names(use_orig_params: bool) -> None:
+    bare = build(Net)
+    bare.blocks[2].up.weight = bare.blocks[0].up.weight
+    model = FSDP(bare, use_orig_params=use_orig_params)
+    expected = torch.full_like(full_parameters(model)["blocks.0.up.weight"], 2)
+
+    with FSDP.summon_full_params(model):
+        model.blocks[2].up.weight = nn.Parameter(expected.clone())
+
+    assert torch.equal(full_parameters(model)["blocks.0.up.weight"], expected)
+    with FSDP.summon_full_params(model):
+        assert model.blocks[0].up.weight is model.blocks[2].up.weight
+
+
+@pytest.mark.parametrize("with_grads", [False, True])
+@ranks(2)
+def test_a_replacement_that_is_discarded_leaves_the_parameter_that_an_optimizer_holds(
+    with_grads: bool,
+) -> None:
+    bare, model = build(Net), wrap()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (bare, model)]
+    for each in (bare, model):
+        train_step(each, 0)
+    average_gradients(bare)
+
+    with FSDP.summon_full_params(model, writeback=False, with_grads=with_grads):
+        model.head.weight = nn.Parameter(torch.zeros_like(model.head.weight))
+
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same_parameters(bare, model)
+
+
+@pytest.mark.parametrize("writeback", [False, True])
+@with_both_modes
+@ranks(2)
+def test_a_parameter_removed_inside_is_told_or_comes_back(
+    use_orig_params: bool, writeback: bool
+) -> None:
+    model, bare = wrap(use_orig_params), build(Net)
+    told = pytest.raises(RuntimeError, match=r"'head\.bias' was removed from its Linear")
+
+    with (
+        told if writeback else contextlib.nullcontext(),
+        FSDP.summon_full_params(model, writeback=writeback),
+    ):
+        del model.head.bias
+
+    assert_at_rest(model)
+    assert_same_parameters(bare, model)
     train_step(model, 0)
 
 

@@ -78,11 +78,7 @@ def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) 
                 memory = largest_of_ranks(measured.peak, device)
             seconds = time.perf_counter() - started
             reporter.step(Progress(step, loss, norm, learning_rate(options, step), seconds, memory))
-            if not math.isfinite(loss):
-                raise FloatingPointError(
-                    f"the loss is {loss} at step {step}; the last checkpoint is from before it. "
-                    "Try a lower --learning-rate or more --warmup"
-                )
+            check_finite(step, loss, norm)
             if stopping:
                 break
             if options.save_every and step % options.save_every == 0 and step < options.steps:
@@ -165,6 +161,19 @@ def agree(loss: torch.Tensor, stop: StopRequest, device: torch.device) -> tuple[
     told = torch.stack([loss.double(), torch.tensor(float(stop.signal is not None), device=device)])
     dist.all_reduce(told)
     return told[0].item() / dist.get_world_size(), told[1].item() > 0
+
+
+def check_finite(step: int, loss: float, norm: float) -> None:
+    """Refuse to go on with, and to save, parameters that are not numbers.
+
+    Gradients may be lost a step before the loss is, and the parameters with them.
+    """
+    for what, value in {"loss": loss, "gradients' norm": norm}.items():
+        if not math.isfinite(value):
+            raise FloatingPointError(
+                f"the {what} is {value} at step {step}; the last checkpoint is from before it. "
+                "Try a lower --learning-rate or more --warmup"
+            )
 
 
 @contextlib.contextmanager

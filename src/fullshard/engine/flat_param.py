@@ -338,7 +338,7 @@ class FlatParamHandle:
             replaced: list[tuple[int, nn.Parameter, torch.Tensor]] = []
             for index, (places, view) in enumerate(zip(self.places, self.sharded, strict=True)):
                 old = self.params[index]
-                found = [_parameter_at(place) for place in places]
+                found = [parameter_at(place) for place in places]
                 new = next((parameter for parameter in found if parameter is not old), old)
                 if new is old and old.data_ptr() == view.data_ptr():
                     continue
@@ -441,7 +441,8 @@ class FlatParamHandle:
         self.rebind()
 
 
-def _parameter_at(place: Place) -> nn.Parameter:
+def parameter_at(place: Place) -> nn.Parameter:
+    """The parameter that stands at ``place``; refuses (RuntimeError) that there is none."""
     found = place.module._parameters.get(place.name)
     if found is None:
         raise RuntimeError(

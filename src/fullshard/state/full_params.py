@@ -16,7 +16,7 @@ from torch import nn
 
 from ..engine.buffers import FullBuffer
 from ..engine.device import lines_for
-from ..engine.flat_param import FlatParamHandle, check_shape
+from ..engine.flat_param import FlatParamHandle, check_shape, parameter_at
 from ..engine.gradients import set_gradient
 from ..engine.schedule import Schedule
 from ..engine.tensor_parallel import as_shown, local_part
@@ -145,8 +145,9 @@ class _Part:
     _gradients_shown = False
 
     def take_back(self, writeback: bool) -> None:
-        handle = self._handle
-        found = [places[0].module._parameters[places[0].name] for places in handle.places]
+        found: list[nn.Parameter | None] = [*self._parameters]
+        if writeback:
+            found = [self._standing(index) for index in range(len(found))]
         try:
             if self._gradients_shown:
                 self._take_gradients(found, writeback)
@@ -154,6 +155,13 @@ class _Part:
                 self._store(found)
         finally:
             self._hide(found)
+
+    def _standing(self, index: int) -> nn.Parameter | None:
+        """What stands where a parameter was shown; of a shared one, what replaced it anywhere."""
+        places = self._handle.places[index]
+        here = [place.module._parameters.get(place.name) for place in places]
+        shown = self._parameters[index]
+        return next((p for p in here if p is not None and p is not shown), here[0])
 
     def _hide(self, found: Sequence[nn.Parameter | None]) -> None:
         """Show this rank's part again."""
@@ -165,7 +173,7 @@ class _Part:
                     handle.params[index].requires_grad_(parameter.requires_grad)
         else:
             for place in (place for places in handle.places for place in places):
-                del place.module._parameters[place.name]
+                place.module._parameters.pop(place.name, None)
             handle.module._parameters["_flat_param"] = handle.flat_param
             handle.flat_param.data = handle.shard_tensor
         handle.rebind()
@@ -178,9 +186,10 @@ class _Part:
         """Copy this rank's part of the full parameters into the shard."""
         handle = self._handle
         for index, piece in enumerate(handle.pieces):
+            for place in handle.places[index]:
+                parameter_at(place)  # Refuses that it was removed.
             parameter = found[index]
-            if parameter is None:
-                continue
+            assert parameter is not None
             local = local_part(parameter)
             # On ranks without a piece of it as well: those that go on would wait for the others.
             check_shape("parameter", handle.places[index][0], self._views[index], local)

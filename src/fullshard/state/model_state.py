@@ -347,7 +347,9 @@ class ModelState:
                 if key in state_dict:
                     report.unexpected.append(_clean(key))
             elif key in state_dict:
-                arrivals.add(_clean(key), handle, index, state_dict[key])
+                # torch.distributed.checkpoint fills up partial state dicts with what is there.
+                if not _holds(handle, index, state_dict[key]):
+                    arrivals.add(_clean(key), handle, index, state_dict[key])
             elif registered is None:
                 report.missing.append(key)
             if self.unit.summoned_everywhere and not is_local:
@@ -394,6 +396,12 @@ def _shown(handle: FlatParamHandle) -> list[torch.Tensor]:
     """The full parameters that ``summon_full_params`` shows now, changes included."""
     found = [places[0].module._parameters[places[0].name] for places in handle.places]
     return [local_part(parameter.detach()) for parameter in found if parameter is not None]
+
+
+def _holds(handle: FlatParamHandle, index: int, value: Any) -> bool:
+    """Whether ``value`` is what this rank holds of a parameter: to load it changes nothing."""
+    own = handle.params[index] if handle.use_orig_params else handle.flat_param
+    return value is own
 
 
 def _put(

@@ -64,5 +64,6 @@ def _after_save(module: nn.Module, state_dict: Any, prefix: str, local_metadata:
 
 
 def _before_load(module: nn.Module, *args: Any) -> None:
+    load_last(module.children())
     for state in _states_at(module):
         state.before_load(module, *args)

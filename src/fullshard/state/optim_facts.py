@@ -13,7 +13,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves
@@ -29,11 +29,21 @@ class Kind(Enum):
     PER_ELEMENT = auto()
     NUMBER = auto()
     WHOLE = auto()
+    NESTED = auto()
     OTHER = auto()
 
 
+class Nested(NamedTuple):
+    """What is told of a list or dict with tensors in it: their shapes and digests."""
+
+    tensors: tuple[tuple[tuple[int, ...], str], ...]
+
+
 class Fact(NamedTuple):
-    """One entry as one rank has it; ``value`` is a number, a digest, or the entry itself."""
+    """One entry as one rank has it; ``value`` is a number, a digest, or the entry itself.
+
+    A list or dict ``fits`` if a tensor in it does.
+    """
 
     fits: bool
     shape: tuple[int, ...] | None
@@ -83,12 +93,20 @@ def _numbers(owns: Sequence[Owned], states: States) -> dict[tuple[Owned, str], A
 
 def _fact(value: Any, local_shape: tuple[int, ...], number: Any) -> Fact:
     if not isinstance(value, torch.Tensor):
-        holds_tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
-        return Fact(False, None, None, True, None if holds_tensors else value)
+        return _fact_of_other(value, local_shape)
     shape = tuple(value.shape)
     fits = shape == local_shape
     told = number if value.dim() == 0 else None if fits else _digest(value)
     return Fact(fits, shape, value.dtype, value.device.type == "cpu", told)
+
+
+def _fact_of_other(value: Any, local_shape: tuple[int, ...]) -> Fact:
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        return Fact(False, None, None, True, value)
+    fits = any(leaf.dim() and tuple(leaf.shape) == local_shape for leaf in tensors)
+    told = Nested(tuple((tuple(leaf.shape), _digest(leaf)) for leaf in tensors))
+    return Fact(fits, None, None, True, told)
 
 
 def _digest(value: torch.Tensor) -> str:
@@ -144,6 +162,8 @@ def _resolve_one(
     entries: dict[str, Entry] = {}
     for key, fact in facts.items():
         kind = _kind(fact, votes.get(key, 0))
+        if kind is Kind.NESTED and fact.fits and len(holders) == 1:
+            _refuse(f"{key!r} of {owned.path} has values of a rank's piece inside")
         for rank, other in holders[1:]:
             _compare(f"{key!r} of {owned.path}", kind, (first, fact), (rank, other[key]))
         entries[key] = Entry(kind, fact, first)
@@ -152,7 +172,7 @@ def _resolve_one(
 
 def _kind(fact: Fact, votes: int) -> Kind:
     if fact.shape is None:
-        return Kind.OTHER
+        return Kind.NESTED if isinstance(fact.value, Nested) else Kind.OTHER
     if fact.shape == ():
         return Kind.NUMBER
     return Kind.PER_ELEMENT if votes > 0 else Kind.WHOLE
@@ -167,13 +187,20 @@ def _compare(what: str, kind: Kind, one: tuple[int, Fact], two: tuple[int, Fact]
         by_accident = fact.fits or other.fits
         alike = alike and fact.shape == other.shape
         alike = alike and (by_accident or fact.value == other.value)
-    if alike:
-        return
+    elif kind is Kind.NESTED:
+        alike = alike and fact.value == other.value
+    if not alike:
+        _refuse(
+            f"{what} differs between rank {first} ({fact.shape}, {fact.dtype}) and rank {second} "
+            f"({other.shape}, {other.dtype}) of those that share the parameter"
+        )
+
+
+def _refuse(what: str) -> NoReturn:
     raise RuntimeError(
-        f"The optimizer's state {what} differs between rank {first} ({fact.shape}, {fact.dtype}) "
-        f"and rank {second} ({other.shape}, {other.dtype}) of those that share the parameter. "
-        "State that has neither the shape of a rank's piece nor the same value on all ranks "
-        "belongs to that piece alone; it can be saved in a local state dict only"
+        f"The optimizer's state {what}. A tensor with a value per element is put together where it "
+        "stands under a name of its own. What else has not the same value on all ranks belongs to "
+        "a rank's piece alone; it can be saved in a local state dict only"
     )
 
 

@@ -185,7 +185,11 @@ class Saving:
             return torch.tensor(fact.value, dtype=fact.dtype, device=device)
         mine: Any = self._states.get(owned, {}).get(key)
         if entry.kind is Kind.OTHER:
-            return mine if fact.value is None else fact.value
+            return fact.value
+        if entry.kind is Kind.NESTED:
+            is_holder = unit.shards.rank == entry.holder
+            sent = tree_map(_on_host, mine) if is_holder else None
+            return unit.shards.gather_objects(sent, unit.name)[entry.holder]
         assert fact.shape is not None
         sent = torch.zeros(fact.shape, dtype=fact.dtype, device=unit.device)
         if unit.shards.rank == entry.holder:
@@ -211,3 +215,7 @@ class Saving:
         """By the order of the optimizer's parameters, as the unwrapped model's has it."""
         originals = (o for group in self._groups for owned in group for o in owned.originals)
         return {o.name: self._found[o.name] for o in originals if o.name in self._found}
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf

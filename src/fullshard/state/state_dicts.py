@@ -188,7 +188,7 @@ class StateDicts(nn.Module):
         state_dict.clear()
         state_dict.update(renamed)
         self._load_errors = error_msgs
-        load_last(self.modules())
+        load_last(self.children())
         super()._load_from_state_dict(
             state_dict,
             prefix,
