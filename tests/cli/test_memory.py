@@ -208,6 +208,8 @@ def measure(options: Options) -> int:
 )
 def test_the_prediction_is_within_a_tenth_of_what_a_step_takes(given: dict[str, Any]) -> None:
     options = Options(**{"layers": 2, "batch": 4, **given})
+    if device().type != "cpu" and options.width and options.strategy != "no_shard":
+        pytest.skip("gloo receives into memory on the GPU, and NCCL, which is predicted, not")
 
     _, predicted = predict_memory(gpt_subject(options), options, 2, device())
     measured = max(run_on_ranks(2, measure, options))

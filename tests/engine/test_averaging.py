@@ -49,9 +49,11 @@ class Averaging(dist.ProcessGroup):
     def allreduce(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Any:
         return self._reduce(tensors[0], options or dist.AllreduceOptions())
 
-    def reduce_scatter_single(self, output: torch.Tensor, full: torch.Tensor, options: Any) -> Any:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, full: torch.Tensor, options: Any = None
+    ) -> Any:
         total = full.clone()
-        work = self._reduce(total, options)
+        work = self._reduce(total, options or dist.ReduceScatterOptions())
         output.copy_(total.view(self.size(), -1)[self.rank()])
         return work
 

@@ -341,7 +341,8 @@ def test_a_buffer_that_modules_share_is_still_shared_when_it_is_lowered() -> Non
             self.count.add_(1)
             return self.linear(x)
 
-    count = torch.zeros(3)
+    # Where the model will be: to move it would make two of one.
+    count = torch.zeros(3, device=device())
     model = FSDP(
         build(lambda: nn.Sequential(Counting(count), Counting(count))),
         mixed_precision=MixedPrecision(LOW, buffer_dtype=LOW),

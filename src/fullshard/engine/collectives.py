@@ -32,10 +32,8 @@ def _reducing(options: Any, operation: Any) -> Any:
     return options
 
 
-_SUM = _reducing(dist.AllreduceOptions(), dist.ReduceOp.SUM)
 _MEAN = _reducing(dist.AllreduceOptions(), dist.ReduceOp.AVG)
 _MAXIMUM = _reducing(dist.AllreduceOptions(), dist.ReduceOp.MAX)
-_SUM_SCATTER = _reducing(dist.ReduceScatterOptions(), dist.ReduceOp.SUM)
 _MEAN_SCATTER = _reducing(dist.ReduceScatterOptions(), dist.ReduceOp.AVG)
 
 
@@ -196,11 +194,11 @@ class Group:
             halves = self.size == 2 and full.device.type == "cpu"
             exchange = self._swap_halves if halves else self._exchange_parts
             return functools.partial(self._add_up, *exchange(full), output)
-        options = _MEAN_SCATTER if mean else _SUM_SCATTER
+        options = (_MEAN_SCATTER,) if mean else ()
         if _NEW_NAMES:
-            work = self.group.reduce_scatter_single(output, full, options)
+            work = self.group.reduce_scatter_single(output, full, *options)
         else:
-            work = self.group._reduce_scatter_base(output, full, options)
+            work = self.group._reduce_scatter_base(output, full, *options)
         return functools.partial(self.wait, Started(work))
 
     def _exchange_parts(self, full: torch.Tensor) -> tuple[Started, Sequence[torch.Tensor]]:
@@ -242,7 +240,7 @@ class Group:
             return _nothing
         self.agree(verb, unit, tensor)
         tensor = _own_alias(tensor)
-        work = self.group.allreduce([tensor], _MEAN if mean else _SUM)
+        work = self.group.allreduce([tensor], *((_MEAN,) if mean else ()))
         return functools.partial(self.wait, self._started(work, tensor))
 
     def all_reduce_max(self, tensor: torch.Tensor, unit: str, verb: str = "maximum") -> None:
