@@ -79,15 +79,18 @@ def test_nothing_is_left_after_control_c_in_pytest(tmp_path: Path) -> None:
     assert leftover_files(tmp_path) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_is_left_after_the_test_process_is_killed(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    session = start(tmp_path, ENDLESS, [])
-    session.await_file("asleep")
+def test_nothing_is_left_after_the_test_process_is_killed(tmp_path: Path) -> None:
+    signals = (signal.SIGKILL, signal.SIGTERM)
+    folders = [tmp_path / number.name for number in signals]
+    for folder in folders:
+        folder.mkdir()
+    sessions = [start(folder, ENDLESS, []) for folder in folders]
 
-    session.process.send_signal(number)
+    for session, number in zip(sessions, signals, strict=True):
+        session.await_file("asleep")
+        session.process.send_signal(number)
 
-    session.finish()
-    assert session.is_all_gone()
-    assert leftover_files(tmp_path) == []
+    for session, folder in zip(sessions, folders, strict=True):
+        session.finish()
+        assert session.is_all_gone()
+        assert leftover_files(folder) == []
