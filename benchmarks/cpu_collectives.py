@@ -4,7 +4,8 @@ against the bare model, DistributedDataParallel and torch's FSDP2.
     PYTHONPATH=src python3 benchmarks/cpu_collectives.py --ranks 2 4 --json cpu.json
 
 A GPT of 8 layers and width 384, batch 2x128 on each rank, fp32, fused AdamW, one thread per rank.
-All rows live in the same processes and take turns, round by round; a ratio is the median of the
+Each row has processes of its own, because what a row asks of the host's allocator, others in its
+process would profit or suffer from. Rows take turns, round by round; a ratio is the median of the
 ratios of neighbours, which share what else the machine does. "held MiB" is what is left allocated
 by set-up and some steps, "peak MiB" the most during a step, both counted by torch's allocator.
 """
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from bars import at_most, judge, show_table, show_verdicts
 from rows import Setting, Training
-from workers import run_ranks
+from workers import Team
 
 ROWS = ["bare", "DDP", "FSDP2", "fullshard", "fullshard SHARD_GRAD_OP"]
 COLUMNS = ["step ms", "x bare", "x DDP", "x FSDP2", "held MiB", "peak MiB"]
@@ -64,61 +65,72 @@ class Memory:
 
 
 class Contestant:
-    """One row with its own process group, and the times of its turns."""
+    """One rank of a row, in this process."""
 
-    def __init__(self, row: str, size: gpt.Size, warmup: int) -> None:
+    def __init__(self, rank: int, ranks: int, meeting: str, row: str, model: str) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+        self.row = row
+        self.size = gpt.SIZES[model]
+
+    def warm_up(self, steps: int) -> dict[str, Any]:
+        """Build the model and train a little; what that takes, and the losses on the way."""
         device = torch.device("cpu")
-        group = dist.new_group(list(range(dist.get_world_size())))
         with Memory() as building:
-            setting = Setting(gpt.Block, torch.float32, group)
-            batch = gpt.tokens(size, device)
-            self.training = Training(row, gpt.build(size, device), batch, setting)
-            self.losses = [float(self.training.step()) for _ in range(2)]
+            setting = Setting(gpt.Block, torch.float32, dist.group.WORLD)
+            batch = gpt.tokens(self.size, device)
+            model = gpt.build(self.size, device)
+            self.training = Training(self.row, model, batch, setting)
+            del model
+            losses = [float(self.training.step()) for _ in range(2)]
         with Memory() as stepping:
-            self.losses.append(float(self.training.step()))
-        self.held = building.left + stepping.left
-        self.peak = building.left + stepping.peak
-        self.losses += [float(self.training.step()) for _ in range(warmup)]
-        self.times: list[float] = []
+            losses.append(float(self.training.step()))
+        losses += [float(self.training.step()) for _ in range(steps)]
+        return {
+            "held MiB": (building.left + stepping.left) / MIB,
+            "peak MiB": (building.left + stepping.peak) / MIB,
+            "losses": losses,
+        }
 
-    def turn(self, steps: int) -> None:
+    def turn(self, steps: int) -> dict[str, float]:
+        """Milliseconds per step."""
         dist.barrier()
         started = time.perf_counter()
         for _ in range(steps):
             self.training.step()
-        self.times.append(1e3 * (time.perf_counter() - started) / steps)
+        return {"step ms": 1e3 * (time.perf_counter() - started) / steps}
 
 
-def measure(rank: int, ranks: int, given: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
-    )
-    size = gpt.SIZES[given.model]
-    rows = {row: Contestant(row, size, given.warmup) for row in given.rows}
-    for _ in range(given.rounds):
-        for contestant in rows.values():
-            contestant.turn(given.steps)
-    if rank == 0:
-        Path(folder, "results.json").write_text(json.dumps(summarize(rows, ranks, given.model)))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def summarize(rows: dict[str, Contestant], ranks: int, model: str) -> dict[str, Any]:
+def measure(ranks: int, given: argparse.Namespace) -> dict[str, Any]:
+    teams = {row: Team(Contestant, ranks, row, given.model) for row in given.rows}
     table: dict[str, dict[str, Any]] = {}
-    for name, row in rows.items():
-        table[name] = {
-            "step ms": statistics.median(row.times),
-            "held MiB": row.held / MIB,
-            "peak MiB": row.peak / MIB,
-            "losses": row.losses,
-            "times": row.times,
-        }
+    skipped: dict[str, str] = {}
+    for row, team in teams.items():
+        answer = team.ask("warm_up", given.warmup)
+        if "skipped" in answer:
+            skipped[row] = answer["skipped"]
+        else:
+            table[row] = {**answer, "times": []}
+    for _ in range(given.rounds):
+        for row in [*table]:
+            answer = teams[row].ask("turn", given.steps)
+            if "skipped" in answer:
+                skipped[row] = answer["skipped"]
+                del table[row]
+            else:
+                table[row]["times"].append(answer["step ms"])
+    for team in teams.values():
+        team.close()
+    return {**summarize(table, ranks, given.model), "skipped": skipped}
+
+
+def summarize(table: dict[str, dict[str, Any]], ranks: int, model: str) -> dict[str, Any]:
+    for values in table.values():
+        values["step ms"] = statistics.median(values["times"])
         for other in ("bare", "DDP", "FSDP2"):
-            if other in rows:
-                pairs = zip(row.times, rows[other].times, strict=True)
-                table[name][f"x {other}"] = statistics.median(a / b for a, b in pairs)
+            if other in table:
+                pairs = zip(values["times"], table[other]["times"], strict=True)
+                values[f"x {other}"] = statistics.median(a / b for a, b in pairs)
     parameters = sum(p.numel() for p in gpt.GPT(gpt.SIZES[model]).parameters())
     return {
         "ranks": ranks,
@@ -181,7 +193,10 @@ def show(result: dict[str, Any]) -> None:
         f"\nGPT of {size} ({result['parameters MiB']:.0f} MiB of parameters); "
         f"{result['ranks']} ranks over gloo, one thread each"
     )
-    show_table(COLUMNS, result["rows"])
+    if result["rows"]:
+        show_table(COLUMNS, result["rows"])
+    for row, reason in result["skipped"].items():
+        print(f"{row}: not measured: {reason}")
     show_verdicts(result["bars"])
 
 
@@ -199,9 +214,7 @@ def main() -> None:
     given = parser.parse_args()
     results = []
     for ranks in given.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            run_ranks(measure, ranks, given, folder)
-            results.append(json.loads(Path(folder, "results.json").read_text()))
+        results.append(measure(ranks, given))
         show(results[-1])
         if given.json is not None:
             facts = {"torch": torch.__version__, "runs": results}

@@ -99,6 +99,8 @@ def megatron_fsdp(model: nn.Module, setting: Setting) -> nn.Module:
         fsdp_unit_modules=[setting.unit],
         zero_dp_strategy=3,
         device=device,
+        # For checkpoints ranks tell each other which parts they have; one that plays all cannot.
+        preproc_state_dict_for_dcp_ckpt=False,
         mixed_precision_policy=MixedPrecisionPolicy(
             main_params_dtype=torch.float32,
             main_grads_dtype=torch.float32,
@@ -123,7 +125,7 @@ def _with_a_trivial_dimension(group: Any, device: torch.device) -> Any:
 def megatron_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     from megatron_fsdp import fully_shard_optimizer
 
-    return fully_shard_optimizer(optimizer)
+    return fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=False)
 
 
 def fullshard(model: nn.Module, setting: Setting, strategy: str = "FULL_SHARD") -> nn.Module:

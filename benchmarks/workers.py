@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import tempfile
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing import connection
 from typing import Any
 
 import torch
@@ -33,28 +34,74 @@ class Worker:
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
         context: Any = multiprocessing.get_context(start_method())
-        self._pipe, theirs = context.Pipe()
+        self.pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(make, arguments, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
     def ask(self, method: str, *arguments: Any) -> dict[str, Any]:
         """Call a method of the object, which is made at the first call."""
+        self.tell(method, *arguments)
+        return self.answer()
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Have a method called, without waiting for its answer."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.pipe.send((method, arguments))
+
+    def answer(self) -> dict[str, Any]:
+        """What the method returned that was told last."""
         try:
-            self._pipe.send((method, arguments))
-            answer: dict[str, Any] = self._pipe.recv()
+            answer: dict[str, Any] = self.pipe.recv()
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return {"skipped": "its process ended"}
         return answer
 
-    def close(self) -> None:
-        self._pipe.close()
-        self._process.join(timeout=10)
+    def close(self, at_once: bool = False) -> None:
+        self.pipe.close()
+        self._process.join(timeout=0 if at_once else 10)
         if self._process.is_alive():
             self._process.terminate()
 
 
-def _serve(make: Callable[..., Any], arguments: tuple[Any, ...], pipe: Connection) -> None:
+class Team:
+    """The ranks of one row, each a worker: all are asked at once, and the first one answers.
+
+    What they make is given a rank, the number of ranks, and where they find each other.
+    """
+
+    def __init__(self, make: Callable[..., Any], ranks: int, *arguments: Any) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        meeting = f"file://{self._folder.name}/meeting"
+        self._workers = [Worker(make, rank, ranks, meeting, *arguments) for rank in range(ranks)]
+
+    def ask(self, method: str, *arguments: Any) -> dict[str, Any]:
+        for worker in self._workers:
+            worker.tell(method, *arguments)
+        waiting = {worker.pipe: worker for worker in self._workers}
+        first: dict[str, Any] = {}
+        while waiting:
+            for pipe in connection.wait([*waiting]):
+                worker = waiting.pop(pipe)
+                answer = worker.answer()
+                if "skipped" in answer:
+                    # The others may wait for this one for ever.
+                    self.close(at_once=True)
+                    return answer
+                if worker is self._workers[0]:
+                    first = answer
+        return first
+
+    def close(self, at_once: bool = False) -> None:
+        for worker in self._workers:
+            worker.close(at_once)
+        self._workers = []
+        self._folder.cleanup()
+
+
+def _serve(
+    make: Callable[..., Any], arguments: tuple[Any, ...], pipe: connection.Connection
+) -> None:
     torch.set_num_threads(1)
     served: Any = None
     with contextlib.suppress(EOFError):
