@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ __all__ = ["Request", "run_training"]
 
 #: How long ranks may take to save after Ctrl-C before they are killed.
 _SECONDS_TO_SAVE = 60
+#: How long the first rank waits for the others to hear that its input is bad.
+_SECONDS_TO_HEAR = 10
 
 
 @dataclass(frozen=True)
@@ -119,10 +122,27 @@ def train_as_rank(request: Request) -> None:
             told = [problem]
     dist.broadcast_object_list(told)
     if isinstance(told[0], BadInput):
+        _leave_together()
         raise told[0]
     options, folder = told[0]
     with StopRequest() as stop:
         train(options, folder, request.resume or was_restarted(), stop)
+    dist.destroy_process_group()
+
+
+def _leave_together() -> None:
+    """End the process group when all ranks have heard what was said last.
+
+    Not by just ending: a thread of gloo may still hold what it sent, and a program that ends under
+    it is aborted. Not at once: what has not been received yet is lost with the group.
+    """
+    store, heard = dist.distributed_c10d._get_default_store(), "fullshard/heard"
+    count = store.add(heard, 1)
+    if dist.get_rank() == 0:
+        deadline = time.monotonic() + _SECONDS_TO_HEAR
+        while count < dist.get_world_size() and time.monotonic() < deadline:
+            time.sleep(0.01)
+            count = store.add(heard, 0)
     dist.destroy_process_group()
 
 
