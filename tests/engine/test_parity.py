@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import os
 import warnings
@@ -206,6 +207,24 @@ def test_hybrid_strategies_train_as_one_process(groups: Any, use_orig_params: bo
         assert mine < sum(p.numel() for p in make(NestedLinears).parameters())
         found = train(model, adam(model.parameters()))
         found.assert_close(expected, (strategy, policy))
+
+
+@ranks(4)
+def test_groups_of_nodes_that_were_destroyed_are_made_again() -> None:
+    expected = train_alone(make(NestedLinears), adam)
+    options = nodes_of_two()
+
+    for _ in range(2):
+        model = wrap(make(NestedLinears), "HYBRID_SHARD", **options)
+        train(model, adam(model.parameters())).assert_close(expected, "HYBRID_SHARD")
+        shards, copies = model.process_group, model._inter_node_pg
+        del model
+        gc.collect()
+        # All ranks have had the others' last messages.
+        dist.barrier()
+        for group in (shards, copies):
+            dist.destroy_process_group(group)
+        del shards, copies, group
 
 
 @ranks(4)

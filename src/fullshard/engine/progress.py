@@ -40,6 +40,7 @@ class Progress:
         "prefetched",
         "side_outputs",
         "task",
+        "versions",
     )
 
     def __init__(self) -> None:
@@ -47,6 +48,8 @@ class Progress:
         self.active = 0
         #: Gathered ahead of its use.
         self.prefetched = False
+        #: What its parameters' versions were then, if a host's forward had it gathered.
+        self.versions: list[int] | None = None
         #: Gathered because the user asked for it; what its parameters' versions were then.
         self.asked_for: list[int] | None = None
         #: Left gathered by a backward inside ``no_sync``: its content is still right.

@@ -45,7 +45,8 @@ class Residents:
         """Begin to gather a unit that will probably be next."""
         if unit.state is State.SHARDED:
             unit.start_gather(exact)
-            self.progress[unit].prefetched = True
+            progress = self.progress[unit]
+            progress.prefetched, progress.versions = True, None
             self._out[unit] = None
 
     def drop_prefetched(self) -> None:

@@ -125,6 +125,9 @@ class Schedule:
         if progress.prefetched:
             # Its gather was a guess; that all ranks run the unit has yet to be seen.
             unit.shards.agree("run", unit.name)
+            if progress.versions is not None and progress.versions != unit.versions():
+                # Somebody changed the shards while others' forwards ran.
+                self._residents.shelve(unit)
         self._residents.gather(unit, exact)
         if self._prefetches_forward(unit):
             self._prefetch_forward(exact)
@@ -265,17 +268,30 @@ class Schedule:
     def _prefetch_forward(self, exact: bool) -> None:
         position = len(self._order) - 1
         previous = self._previous_order
-        if position + 1 < len(previous) and previous[position] is self._order[position]:
-            following = previous[position + 1]
+        if position + 1 >= len(previous) or previous[position] is not self._order[position]:
+            return
+        last = position + 2
+        if position == 0 and not self._lines.runs_ahead and self._keeps_all(previous):
+            # All of it will be there at the end of forward, when memory is scarcest. The sooner it
+            # is on its way, the less do ranks wait for each other.
+            last = len(previous)
+        for following in previous[position + 1 : last]:
             # A hook that runs before its forward may change what a gather now would read.
-            if not following.pre_hooks:
-                self._prefetch(following, exact)
+            if following.pre_hooks:
+                break
+            self._prefetch(following, exact)
+
+    def _keeps_all(self, units: Sequence[Unit]) -> bool:
+        keeps = all(unit.options.keeps_full_after_forward for unit in units)
+        return keeps and torch.is_grad_enabled()
 
     def _prefetch(self, unit: Unit, exact: bool) -> None:
         """Begin to gather a unit for a forward, with what the user replaced since its last one."""
         if unit.state is State.SHARDED:
             unit.write_back()
             self._residents.prefetch(unit, exact)
+            if not self._lines.runs_ahead:
+                self._progress[unit].versions = unit.versions()
 
     def _ask_inputs(self, unit: Unit, inputs: Any) -> Call | None:
         """Have the inputs' gradients tell when the unit's backward is over.
