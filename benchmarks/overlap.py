@@ -1,7 +1,7 @@
 """How much communication a step does not hide behind compute: fullshard against torch's FSDP1 and
 FSDP2, at several bandwidths, beside the ideal schedule.
 
-    PYTHONPATH=src python3 benchmarks/overlap.py --case 3.5B@64 --json overlap.json
+    PYTHONPATH=src python3 benchmarks/overlap.py --case 9.9B@64 --json overlap.json
 
 One process plays a rank over a process group whose collectives take the time of a network of the
 given bandwidth (groups.py), on a stream of their own. "compute ms" is the same row's step with
@@ -225,7 +225,7 @@ def main() -> None:
     )
     cuda = torch.cuda.is_available()
     bandwidths = [800.0, 400.0, 200.0, 100.0, 50.0] if cuda else [0.05, 0.005]
-    parser.add_argument("--case", default="3.5B@64" if cuda else "toy@8", metavar="MODEL@RANKS")
+    parser.add_argument("--case", default="9.9B@64" if cuda else "toy@8", metavar="MODEL@RANKS")
     parser.add_argument("--bandwidths", type=float, nargs="+", default=bandwidths, help="in GB/s")
     parser.add_argument("--latency", type=float, default=20.0, help="of a collective, in us")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
