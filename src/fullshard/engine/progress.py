@@ -48,12 +48,12 @@ class Progress:
         self.active = 0
         #: Gathered ahead of its use.
         self.prefetched = False
-        #: What its parameters' versions were then, if a host's forward had it gathered.
-        self.versions: list[int] | None = None
         #: Gathered because the user asked for it; what its parameters' versions were then.
         self.asked_for: list[int] | None = None
         #: Left gathered by a backward inside ``no_sync``: its content is still right.
         self.kept = False
+        #: What its parameters' versions were then, or when a host gathered it ahead in a forward.
+        self.versions: list[int] | None = None
         #: Left gathered by a backward with ``create_graph``, for the backward that follows.
         self.pinned = False
         #: Whether parameters may have changed since: ``.data`` can be written to unnoticed.

@@ -38,7 +38,7 @@ class Residents:
         unit.start_gather(exact)
         unit.finish_gather()
         progress.prefetched = progress.kept = False
-        progress.asked_for = None
+        progress.asked_for = progress.versions = None
         self._out[unit] = None
 
     def prefetch(self, unit: Unit, exact: bool) -> None:
@@ -107,7 +107,9 @@ class Residents:
             if creates_graph and not progress.prefetched:
                 progress.pinned = True
                 unit.show_sharded()
-            elif not progress.kept:
+            elif progress.kept:
+                progress.versions = unit.versions()
+            else:
                 self.shelve(unit)
         self._kept_versions = self._versions() if self._out else None
 

@@ -116,7 +116,7 @@ class Schedule:
         progress = self._progress[unit]
         self._order.append(unit)
         if not unit.shows_full:
-            unit.write_back()
+            self._take_over_changes(unit)
         elif progress.asked_for is not None:
             unit.keep_changes()
         if unit.pre_hooks:
@@ -125,9 +125,6 @@ class Schedule:
         if progress.prefetched:
             # Its gather was a guess; that all ranks run the unit has yet to be seen.
             unit.shards.agree("run", unit.name)
-            if progress.versions is not None and progress.versions != unit.versions():
-                # Somebody changed the shards while others' forwards ran.
-                self._residents.shelve(unit)
         self._residents.gather(unit, exact)
         if self._prefetches_forward(unit):
             self._prefetch_forward(exact)
@@ -142,6 +139,21 @@ class Schedule:
         if tracked and unit.handles and (progress.inputs_tell or unit.is_mixed):
             return self._ask_inputs(unit, inputs)
         return None
+
+    def _take_over_changes(self, unit: Unit) -> None:
+        """Take over what was done to the shards, on a host also since the unit was gathered.
+
+        It gathers ahead without being asked. Not seen is what was written by way of ``.data``.
+        """
+        progress = self._progress[unit]
+        changed = unit.write_back()
+        if unit.state is State.SHARDED or self._lines.runs_ahead or in_backward():
+            return
+        if changed or (progress.versions is not None and progress.versions != unit.versions()):
+            if progress.pinned:
+                progress.outdated = True
+            else:
+                self._residents.shelve(unit)
 
     def after_module(self, unit: Unit, output: Any, call: Call | None) -> Any:
         """Take full parameters away again, as the strategy says."""
@@ -276,10 +288,20 @@ class Schedule:
             # is on its way, the less do ranks wait for each other.
             last = len(previous)
         for following in previous[position + 1 : last]:
-            # A hook that runs before its forward may change what a gather now would read.
-            if following.pre_hooks:
+            if self._may_be_changed(following):
                 break
             self._prefetch(following, exact)
+
+    def _may_be_changed(self, unit: Unit) -> bool:
+        """Whether something may change the shards of ``unit`` before it runs, unnoticed.
+
+        A hook that runs before its forward may. So may the model itself where it trains, in the
+        middle of forward, if they are an average of trained parameters, which is frozen.
+        """
+        if unit.pre_hooks:
+            return True
+        asked_for = unit.options.forward_prefetch
+        return not (asked_for or unit.has_trainable) and any(u.has_trainable for u in self.units)
 
     def _keeps_all(self, units: Sequence[Unit]) -> bool:
         keeps = all(unit.options.keeps_full_after_forward for unit in units)
