@@ -15,8 +15,8 @@ ARGS ?=
 train: $(STAMP)
 	$(BIN)/fullshard train $(ARGS)
 
-# All of them in two processes: half of a test's time is spent waiting for processes to start. In the
-# order of their names, which has the files with few and long tests first.
+# All of them in two processes, in the order of their names, which has the files with few and long
+# tests first.
 ALL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)

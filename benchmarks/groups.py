@@ -261,7 +261,7 @@ class _DeviceLine:
 
     Copies have an engine of their own, so that the network takes nothing from what computes. A
     kernel that sleeps occupies a part of one multiprocessor, and matrix products, which are spread
-    evenly over all of them, wait for their slowest part: they took up to a tenth longer.
+    evenly over all of them, wait for their slowest part.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -104,7 +104,7 @@ def _by_node(world: Any) -> ProcessGroups:
     """Shards inside a node, copies across nodes; made once, since all ranks must take part."""
     size, rank, node = world.size(), world.rank(), _node_size(world.size())
     known = _node_groups.get((world, node))
-    if known is None or not _are_alive(known):
+    if known is None or not all(map(is_alive, known)):
         shards = copies = None
         for first in range(0, size, node):
             group = dist.new_group(list(range(first, first + node)))
@@ -116,9 +116,9 @@ def _by_node(world: Any) -> ProcessGroups:
     return known
 
 
-def _are_alive(groups: ProcessGroups) -> bool:
-    """Whether nobody has destroyed one of them."""
-    return all(group in dist.distributed_c10d._world.pg_map for group in groups)
+def is_alive(group: Any) -> bool:
+    """Whether ``group`` is a process group that nobody has destroyed."""
+    return group in dist.distributed_c10d._world.pg_map
 
 
 def _node_size(world_size: int) -> int:

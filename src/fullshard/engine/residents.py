@@ -18,7 +18,7 @@ class Residents:
         self.in_backward = False
         #: The units that are not sharded, in the order in which they were gathered.
         self._out: dict[Unit, None] = {}
-        self._kept_versions: list[int] | None = None
+        self._kept_versions: dict[Unit, list[int]] = {}
 
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._out
@@ -79,8 +79,8 @@ class Residents:
 
         The rest was gathered for a backward that has not come, and parameters may have changed.
         """
-        changed = self._kept_versions is not None and self._kept_versions != self._versions()
-        self._kept_versions = None
+        kept, self._kept_versions = self._kept_versions, {}
+        changed = bool(kept) and kept != self._versions()
         for unit in self.all():
             progress = self.progress[unit]
             if progress.asked_for is not None:
@@ -92,6 +92,8 @@ class Residents:
                 stays = not unit.write_back()
             if not stays:
                 self.abandon(unit)
+            elif progress.kept and kept:
+                progress.versions = kept[unit]
             # Its memory is what a pending backward will read.
             progress.outdated = progress.pinned
 
@@ -107,12 +109,10 @@ class Residents:
             if creates_graph and not progress.prefetched:
                 progress.pinned = True
                 unit.show_sharded()
-            elif progress.kept:
-                progress.versions = unit.versions()
-            else:
+            elif not progress.kept:
                 self.shelve(unit)
-        self._kept_versions = self._versions() if self._out else None
+        self._kept_versions = self._versions() if self._out else {}
 
-    def _versions(self) -> list[int]:
+    def _versions(self) -> dict[Unit, list[int]]:
         """Counts of in-place changes to the parameters, by which kept full ones are checked."""
-        return [version for unit in self.progress for version in unit.versions()]
+        return {unit: unit.versions() for unit in self.progress}

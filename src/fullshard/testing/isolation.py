@@ -66,7 +66,7 @@ def destroy_extra_groups() -> None:
         dist.destroy_process_group(group)
     if extra:
         # A model that is unreachable but not collected holds its groups, whose threads wake up a
-        # hundred times a second: after some hundred tests they take as long as the tests.
+        # hundred times a second each.
         extra.clear()
         gc.collect()
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ...engine.process_groups import is_alive
 from .errors import CheckpointError
 
 Result = TypeVar("Result")
@@ -28,7 +29,7 @@ class Ranks:
         self.group: Any = None
         if dist.is_initialized():
             world = dist.group.WORLD
-            if not _is_alive(_groups.get(world)):
+            if not is_alive(_groups.get(world)):
                 _groups.clear()
                 _groups[world] = dist.new_group(backend="gloo")
             self.group = _groups[world]
@@ -67,11 +68,6 @@ class Ranks:
             if found is not None:
                 raise found
         return result
-
-
-def _is_alive(group: Any) -> bool:
-    """Whether nobody has destroyed the group."""
-    return group is not None and group in dist.distributed_c10d._world.pg_map
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
