@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ lost: list[Any] = []
 
 
 class Started:
-    """A collective that a backend works on, with the tensors it was given.
+    """A collective that a backend works on, with the tensors it was given, and what follows it.
 
     Note: who lets go last
         A thread of gloo keeps an operation, and so its tensors, for a moment after it is complete.
@@ -34,15 +34,27 @@ class Started:
         holds them until gloo does not.
     """
 
-    __slots__ = ("_tensors", "work")
+    __slots__ = ("_tensors", "_then", "work")
 
-    def __init__(self, work: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        work: Any,
+        tensors: Sequence[torch.Tensor] = (),
+        then: Callable[[], object] | None = None,
+    ) -> None:
         self.work = work
         self._tensors = tensors
+        self._then = then
 
-    def let_go(self) -> None:
-        """Return when the backend does not hold the tensors any more; for a completed work."""
+    def finish(self) -> None:
+        """Return when nothing is left of a completed work: not held, and not to be done."""
         self.work = None
+        self._await_release()
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+    def _await_release(self) -> None:
         tensors, self._tensors = self._tensors, ()
         deadline = 0.0
         for tensor in tensors:
