@@ -111,12 +111,16 @@ class AcceleratorLines(HostLines):
         self._current_stream: Callable[[torch.device], Any] = module.current_stream
         self._current_number = _stream_number(device)
         self._known: tuple[int | None, Any] = (None, None)
-        self._event: Callable[[], Any] = module.Event
         # High priority: communication should start the moment its input is ready.
         self._gather = module.Stream(device, priority=-1)
         self._reduce = module.Stream(device, priority=-1)
         self._owed: tuple[Sequence[Releasable], Any] | None = None
         self._reusable_after: Any = None
+        # Events are used again, which takes half as long as new ones: what was made to wait for one
+        # waits for what it said then. One is enough for lines that are ordered at once; what a
+        # gather will wait for later may have to be kept beside what it waits for now.
+        self._event = module.Event()
+        self._kept_events = [module.Event(), module.Event()]
 
     def on_gather(self) -> contextlib.AbstractContextManager[Any]:
         return self._gather
@@ -133,27 +137,27 @@ class AcceleratorLines(HostLines):
             self._known = (number, stream)
         return stream
 
-    def _mark(self, stream: Any) -> Any:
-        event = self._event()
-        event.record(stream)
-        return event
+    def _order(self, behind: Any, ahead: Any) -> None:
+        """Let ``behind`` wait for what ``ahead`` has been given so far."""
+        self._event.record(ahead)
+        self._event.wait(behind)
 
     def gather_may_write(self) -> None:
         if self._reusable_after is not None:
-            self._gather.wait_event(self._reusable_after)
+            self._reusable_after.wait(self._gather)
             self._reusable_after = None
 
     def gather_after_compute(self) -> None:
-        self._gather.wait_event(self._mark(self._compute()))
+        self._order(self._gather, self._compute())
 
     def compute_after_gather(self) -> None:
-        self._compute().wait_event(self._mark(self._gather))
+        self._order(self._compute(), self._gather)
 
     def reduce_after_compute(self) -> None:
-        self._reduce.wait_event(self._mark(self._compute()))
+        self._order(self._reduce, self._compute())
 
     def compute_after_reduces(self) -> None:
-        self._compute().wait_event(self._mark(self._reduce))
+        self._order(self._compute(), self._reduce)
 
     def host_after_gathers(self) -> None:
         self._gather.synchronize()
@@ -176,7 +180,10 @@ class AcceleratorLines(HostLines):
                 buffer.release()
             return
         self.settle()
-        self._owed = (buffers, self._mark(compute))
+        one, other = self._kept_events
+        event = other if self._reusable_after is one else one
+        event.record(compute)
+        self._owed = (buffers, event)
         if not late:
             self.settle()
 

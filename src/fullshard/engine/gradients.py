@@ -187,7 +187,7 @@ def deliver(handle: FlatParamHandle, reduced: torch.Tensor, absent: Sequence[int
 
     Returns the gradients of which this rank cannot tell whether any rank has them.
     """
-    if not handle.keep_low_precision_grads:
+    if reduced.dtype is not handle.dtypes.shard and not handle.keep_low_precision_grads:
         reduced = reduced.to(handle.dtypes.shard)
     if handle.offload:
         reduced = lines_for(handle.device).copy_to_host(reduced)
