@@ -50,7 +50,7 @@ def test_a_thread_that_still_holds_a_tensor_is_waited_for() -> None:
 
     thread = threading.Thread(target=release)
     thread.start()
-    Started(None, [tensor]).let_go()
+    Started(None, [tensor]).finish()
     assert released
     thread.join()
 
@@ -59,7 +59,7 @@ def test_a_tensor_that_is_held_for_good_is_not_waited_for() -> None:
     tensor = torch.rand(4)
     view = tensor.view(2, 2)
     start = time.monotonic()
-    Started(None, [tensor]).let_go()
+    Started(None, [tensor]).finish()
     assert time.monotonic() - start < 5
     assert view._base is tensor
 
@@ -74,6 +74,8 @@ def time_every_operation() -> None:
     whole, part = torch.rand(4 * group.size), torch.rand(4)
     parts = [torch.empty(4) for _ in range(group.size)] if group.rank == 0 else []
     odd = torch.empty(group.size)
+    # As parameters are of a unit's buffers: they hold what they are views of.
+    views = [tensor.view(-1) for tensor in (whole, part, odd, *parts)]
     operations = [
         lambda: group.wait(*group.gather([whole, odd], [part, torch.rand(1)], "u")),
         lambda: group.wait(*group.gather([whole], [part], "u")),
@@ -89,6 +91,7 @@ def time_every_operation() -> None:
     for operation in operations:
         fastest = min(_seconds(operation) for _ in range(5))
         assert fastest < started._PATIENCE / 2
+    assert views[0]._base is whole
 
 
 def _seconds(operation: Callable[[], None]) -> float:

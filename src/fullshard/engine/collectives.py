@@ -216,7 +216,8 @@ class Group:
         if self.size == 1:
             return functools.partial(output.copy_, full)  # type: ignore[return-value]
         self.agree("reduce", unit, full)
-        if full.dim() != 1 or full.is_complex():
+        # For gloo as tensors that nothing else holds; others are spared the calls.
+        if self._gloo or full.dim() != 1 or full.is_complex():
             output, full = as_real(output).view(-1), as_real(full).view(-1)
         if self._gloo:
             halves = self.size == 2 and full.device.type == "cpu"
