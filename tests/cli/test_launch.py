@@ -152,6 +152,35 @@ def test_other_ends_of_a_rank_are_told_and_end_the_others(
     assert capfd.readouterr().err.startswith(f"Rank 1 failed first: {message}")
 
 
+def test_a_rank_that_does_not_end_when_another_failed_is_killed_soon(
+    reports: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stubborn = """
+import os, signal, sys, time
+from pathlib import Path
+ready = Path(os.environ["REPORTS"], "ready")
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+    sys.exit(0)
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready.touch()
+    time.sleep(60)
+while not ready.exists():
+    time.sleep(0.01)
+sys.exit(3)
+"""
+    started = time.monotonic()
+
+    assert launch(2, ["--max-restarts", "1"], [script(reports, stubborn)]) == 0
+
+    assert time.monotonic() - started < 20  # torch would wait for 30 s
+    assert capfd.readouterr().err == (
+        "Rank 1 failed first: sys.exit(3)\n"
+        "Rank 0 failed after it: did not end when it was told to, and was killed\n"
+        "Starting again; 0 more restarts after this.\n"
+    )
+
+
 def test_a_failed_attempt_is_told_when_it_fails_and_started_again(
     reports: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,21 +207,26 @@ def test_bad_input_that_ranks_find_is_told_in_one_line_and_tried_once(
     assert [*reports.iterdir()] == []
 
 
-@pytest.mark.parametrize("missing", ["_monitor_workers", "_remaining_restarts"])
+@pytest.mark.parametrize("missing", ["_monitor_workers", "_remaining_restarts", "_pcontext"])
 def test_a_torch_whose_agent_is_another_starts_ranks_again_all_the_same(
     reports: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     missing: str,
 ) -> None:
-    names = {"_LOOKS": "_monitor_workers", "_RESTARTS": "_remaining_restarts"}
+    names = {
+        "_LOOKS": "_monitor_workers",
+        "_RESTARTS": "_remaining_restarts",
+        "_RANKS": "_pcontext",
+    }
     for constant, name in names.items():
         monkeypatch.setattr(attempts, constant, "_other" if name == missing else name)
 
     assert launch(1, ["--max-restarts", "1"], [script(reports, FAIL_ONCE + REPORT)]) == 0
 
     assert read(reports, 1)[0]["TORCHELASTIC_RESTART_COUNT"] == "1"
-    assert capfd.readouterr().err == ""
+    told = "Starting again" in capfd.readouterr().err
+    assert told == (missing == "_pcontext")
 
 
 def test_ctrl_c_ends_every_rank_and_shows_where_one_was(reports: Path) -> None:

@@ -1,8 +1,9 @@
 """Between two attempts of the elastic launcher: why there is another one, or why there is none.
 
 The launcher itself tells of a failure only when it starts ranks no more, and starts them again
-whatever the failure was. It has no way to be asked for more than the method that its agents
-override; where a version of torch has another one, ranks run all the same, and less is said.
+whatever the failure was, after half a minute if one of them does not end when it is told to. It
+has no way to be asked for more than the method that its agents override; where a version of torch
+has another one, ranks run all the same, and less is said.
 """
 
 from __future__ import annotations
@@ -21,17 +22,22 @@ __all__ = ["attempts_watched"]
 #: The agent's method that looks at the ranks, and its number of restarts that are left.
 _LOOKS = "_monitor_workers"
 _RESTARTS = "_remaining_restarts"
+#: The agent's ranks, and seconds in which they must end after one of them failed. Whatever they
+#: would do in more, such as to save, they would have to do with that one.
+_RANKS = "_pcontext"
+_SECONDS_TO_END = 5
 
 
 @contextlib.contextmanager
 def attempts_watched() -> Iterator[None]:
-    """Inside the context, say why ranks are started again, and do not after bad input."""
+    """Inside the context, say why ranks are started again, soon, and do not after bad input."""
     look = vars(LocalElasticAgent).get(_LOOKS)
     if not callable(look):
         yield
         return
 
     def look_closely(agent: Any, *arguments: Any, **options: Any) -> Any:
+        _hasten_end(getattr(agent, _RANKS, None))
         result = look(agent, *arguments, **options)
         # A torch that is other than expected must not end a run that would go on.
         with contextlib.suppress(AttributeError, TypeError):
@@ -43,6 +49,20 @@ def attempts_watched() -> Iterator[None]:
         yield
     finally:
         setattr(LocalElasticAgent, _LOOKS, look)
+
+
+def _hasten_end(ranks: Any) -> None:
+    """Have ``ranks`` be killed soon where they were not ended by a signal to the launcher."""
+    close = getattr(ranks, "close", None)
+    if close is None or "close" in vars(ranks):
+        return
+
+    def close_soon(death_sig: Any = None, timeout: int = _SECONDS_TO_END) -> None:
+        if death_sig is None:
+            timeout = min(timeout, _SECONDS_TO_END)
+        close(death_sig, timeout)
+
+    ranks.close = close_soon
 
 
 def _after_look(agent: Any, result: Any) -> None:

@@ -18,6 +18,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 __all__ = ["Failure", "failures_of", "interruptions_in", "render"]
 
 _LAST = 2**63
+#: When a rank has failed, the launcher ends the others, and kills those that have not ended some
+#: seconds later: then a kill is a consequence. The launcher dates them by the second.
+_SECONDS_APART = 3
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,9 @@ class Failure:
 def failures_of(processes: Mapping[int, ProcessFailure]) -> list[Failure]:
     """All failures of an attempt, the cause first, from those that the launcher saw."""
     found: dict[int, Failure] = {}
+    first = min((process.timestamp for process in processes.values()), default=0)
     for rank, process in processes.items():
-        found[rank] = _from_process(rank, process)
+        found[rank] = _from_process(rank, process, process.timestamp - first >= _SECONDS_APART)
         if process.error_file != "<N/A>":
             for other in _read_all(Path(process.error_file).parent.parent):
                 found.setdefault(other.rank, other)
@@ -67,13 +71,16 @@ def render(failures: list[Failure]) -> str:
     return "\n".join(lines)
 
 
-def _from_process(rank: int, process: ProcessFailure) -> Failure:
+def _from_process(rank: int, process: ProcessFailure, late: bool) -> Failure:
     written = _read(Path(process.error_file)) if process.error_file != "<N/A>" else None
     if written is not None:
         return written
     status = process.exitcode if process.exitcode > 0 else 128 - process.exitcode
     if process.exitcode < 0:
         reason = f"killed by {process.signal_name()}"
+        if process.exitcode == -signal.SIGKILL and late:
+            reason = "did not end when it was told to, and was killed"
+            return Failure(rank, reason, "", status, _LAST)
         if process.exitcode == -signal.SIGKILL:
             reason += " (often: the machine ran out of memory)"
         # The launcher itself ends ranks with SIGTERM; any other signal came before all else.
