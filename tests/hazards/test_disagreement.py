@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -79,13 +80,14 @@ def step(model: nn.Module, order: str = "012", number: int = 0) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def patience(seconds: float) -> Iterator[None]:
+def patience(seconds: float, tell_after: float = agreement.TELL_AFTER) -> Iterator[None]:
     """Let ranks look around sooner: these tests wait for it."""
-    before, agreement.PATIENCE = agreement.PATIENCE, seconds
+    before = agreement.PATIENCE, agreement.TELL_AFTER
+    agreement.PATIENCE, agreement.TELL_AFTER = seconds, tell_after
     try:
         yield
     finally:
-        agreement.PATIENCE = before
+        agreement.PATIENCE, agreement.TELL_AFTER = before
 
 
 def disagreement(act: Callable[[], Any], seconds: float = 0.4, limit: float = 10.0) -> str:
@@ -265,6 +267,28 @@ def test_a_slow_rank_is_waited_for() -> None:
         if dist.get_rank() == 0:
             time.sleep(1)
         torch.testing.assert_close(step(model), first)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@ranks(3, timeout=60)
+def test_ranks_that_wait_for_long_say_once_for_whom(known: bool) -> None:
+    model = wrapped("different", ShardingStrategy.FULL_SHARD)
+    if known:  # They wait for a collective; else in the store.
+        step(model)
+
+    with patience(0.2, tell_after=0.5), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if dist.get_rank() == 2:
+            time.sleep(2)
+        step(model)
+
+    told = [str(warning.message) for warning in caught if "has waited" in str(warning.message)]
+    if dist.get_rank() == 2:
+        assert not told
+    else:
+        (message,) = told
+        assert_names(message, f"Rank {dist.get_rank()} has waited", " s for rank 2, and is at the ")
+        assert_names(message, "of unit", "Waiting goes on")
 
 
 @ranks(2, timeout=60)

@@ -15,7 +15,8 @@ Note: agreeing without talking
     store; the others wait for the collective. Whoever waits for longer than ``PATIENCE`` posts
     the operations it went through and reads what the others posted. Two ranks with different
     operations at the same place have disagreed: the finding is posted, and every rank raises it.
-    A rank that is merely slow has posted nothing that contradicts the others, and is waited for.
+    A rank that is merely slow has posted nothing that contradicts the others, and is waited for;
+    those who wait say so after ``TELL_AFTER``.
     Over gloo the host itself waits for collectives, and looks. Over other backends it runs ahead;
     there a thread answers for it.
 """
@@ -28,6 +29,7 @@ import json
 import os
 import threading
 import time
+import warnings
 import weakref
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -36,6 +38,8 @@ import torch.distributed as dist
 
 #: Seconds of waiting after which a rank looks at what the others are doing.
 PATIENCE = 2.0
+#: Seconds of waiting after which a rank says for whom, once.
+TELL_AFTER = 60.0
 #: Seconds after which a rank stops waiting for others that say nothing at all.
 LAST_RESORT = 1800.0
 #: How often a waiting rank looks again.
@@ -89,6 +93,8 @@ class Agreement:
         self._previous_key: str | None = None
         self._asking = False
         self._finding: str | None = None
+        #: The place of the last operation for which it was told that others are waited for.
+        self._told = -1
 
     def settle(self, operation: Operation, begins_pass: bool = False) -> None:
         """Return when every rank is known to do ``operation`` next; raise if one is not."""
@@ -111,7 +117,7 @@ class Agreement:
 
     def wait(self, work: Any) -> None:
         """Wait for a collective; look around when it takes suspiciously long."""
-        patience = PATIENCE
+        patience, waited = PATIENCE, 0.0
         while True:
             try:
                 work.wait(timedelta(seconds=patience))
@@ -124,7 +130,8 @@ class Agreement:
                 # It came, or failed, just now: this returns or raises at once.
                 work.wait()
                 return
-            self._look(pending=None)
+            waited += patience
+            self._look(waited)
             patience = _LOOK_EVERY
 
     def _meet(self, operation: Operation) -> None:
@@ -137,8 +144,7 @@ class Agreement:
         self._previous_key = key
 
     def _wait_for_all(self, key: str, operation: Operation) -> None:
-        deadline = time.monotonic() + LAST_RESORT
-        patience = PATIENCE
+        patience, waited = PATIENCE, 0.0
         while True:
             try:
                 self._store.wait([f"{key}/go"], timedelta(seconds=patience))
@@ -147,9 +153,10 @@ class Agreement:
                 # Each kind of store has its own error and words for "not yet".
                 if "timeout" not in str(error).lower():
                     raise
-            self._look(pending=operation)
+            waited += patience
+            self._look(waited, operation)
             patience = _LOOK_EVERY
-            if time.monotonic() > deadline:
+            if waited > LAST_RESORT:
                 raise RanksDisagreeError(
                     f"Waited {LAST_RESORT:.0f} s for all ranks to start {operation}; "
                     f"{self._store.add(key, 0)} of {self._world_size} have. The others are not in "
@@ -162,7 +169,7 @@ class Agreement:
             self._store.delete_key(self._previous_key)
             self._store.delete_key(f"{self._previous_key}/go")
 
-    def _look(self, pending: Operation | None) -> None:
+    def _look(self, waited: float, pending: Operation | None = None) -> None:
         """Post where this rank is, read where the others are, raise what they disagree on."""
         self._ask()
         history = [*self._recent] if pending is None else [*self._recent, (self._count, pending)]
@@ -170,6 +177,24 @@ class Agreement:
         if finding is not None:
             self._announce()
             raise RanksDisagreeError(finding)
+        place, operation = history[-1]
+        if waited >= TELL_AFTER and place > self._told:
+            self._told = place
+            self._tell(waited, place, operation)
+
+    def _tell(self, waited: float, place: int, operation: Operation) -> None:
+        """Say which ranks are the furthest behind, by what they said when they last waited."""
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        reached = {rank: max(self._read(rank), default=-1) for rank in others}
+        furthest_behind = min(reached.values())
+        if furthest_behind < place:
+            absent = [rank for rank in others if reached[rank] == furthest_behind]
+            warnings.warn(
+                f"Rank {self._rank} has waited {waited:.0f} s for {_ranks(absent)}, and is at the "
+                f"{operation}. Who is waited for may be slow, busy outside of fullshard, or gone: "
+                "look at its log. Waiting goes on",
+                stacklevel=2,
+            )
 
     def _ask(self) -> None:
         """Have ranks that do not wait for anything, or not in fullshard, say where they are."""
@@ -221,15 +246,16 @@ def _post(rank: int) -> str:
     return f"fullshard/position/{rank}"
 
 
+def _ranks(ranks: list[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
 def _describe(place: int, histories: dict[int, dict[int, Operation]]) -> str:
     sides: dict[Operation, list[int]] = {}
     for rank in sorted(histories):
         if place in histories[rank]:
             sides.setdefault(histories[rank][place], []).append(rank)
-    told = "; ".join(
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {operation}"
-        for operation, ranks in sides.items()
-    )
+    told = "; ".join(f"{_ranks(ranks)}: {operation}" for operation, ranks in sides.items())
     forward = all(_is_in_forward(place, h) for h in histories.values() if place in h)
     return (
         f"{'Forward order differs across ranks. ' if forward else ''}"
