@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
 from tests.engine.traffic import counted_traffic
 
+from fullshard.engine import collectives
 from fullshard.engine.collectives import group_for
 from fullshard.testing import device, ranks
 
-#: Bytes of one rank's piece of each tensor: below and above what gloo is given as one.
+#: Bytes of one rank's piece of each tensor: below and above what gloo may be given in copies.
 SMALL, LARGE = 480, 48_000
 DTYPES = [torch.float64, torch.bfloat16, torch.complex64, torch.bool]
 
 
-def _check_gather(nbytes: int, *, at_a_time: int) -> None:
+def _check_gather(
+    nbytes: int, *, at_a_time: int, dtypes: Sequence[torch.dtype] = tuple(DTYPES)
+) -> None:
     """Gather tensors of all dtypes, several times before the first one is waited for."""
     group = group_for(dist.group.WORLD)
     pieces, outputs = [], []
     for turn in range(at_a_time):
-        numbers = [nbytes // dtype.itemsize for dtype in DTYPES]
+        numbers = [nbytes // dtype.itemsize for dtype in dtypes]
         pieces.append(
             [
                 torch.full([n], group.rank + turn, device=device()).to(dtype)
-                for n, dtype in zip(numbers, DTYPES, strict=True)
+                for n, dtype in zip(numbers, dtypes, strict=True)
             ]
         )
         outputs.append([piece.new_empty(group.size * len(piece)) for piece in pieces[-1]])
@@ -52,6 +57,15 @@ def test_tensors_of_all_dtypes_are_gathered_several_times_at_once(nbytes: int) -
 @ranks(5)
 def test_tensors_of_all_dtypes_are_gathered_on_more_ranks(nbytes: int) -> None:
     _check_gather(nbytes, at_a_time=2)
+
+
+@pytest.mark.parametrize("nbytes", [SMALL, 3 * LARGE])
+@ranks(3)
+def test_one_tensor_is_gathered_in_every_way(nbytes: int) -> None:
+    for broadcasting_ranks in (8, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(collectives, "_BROADCASTING_RANKS", broadcasting_ranks)
+            _check_gather(nbytes, at_a_time=3, dtypes=[torch.float32])
 
 
 @pytest.mark.parametrize("nbytes", [SMALL, LARGE])

@@ -46,10 +46,13 @@ def counted_traffic() -> Iterator[Traffic]:
 
     def count(name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nbytes = max(_nbytes(value) for value in (*args[1:], *kwargs.values()))
-        if name == "alltoall_base" and args[3]:
-            # With sizes: two ranks swap halves, and each keeps its own where it is.
-            nbytes *= 2
-        if name in _GATHERS:
+        gathers = name in _GATHERS
+        if name == "alltoall_base":
+            # Bytes are gathered, numbers reduced. With sizes: two ranks swap halves, and each
+            # keeps its own where it is.
+            gathers = args[1].dtype == torch.uint8
+            nbytes *= 2 if args[3] else 1
+        if gathers:
             traffic.gathered += nbytes
         else:
             traffic.reduced += nbytes
