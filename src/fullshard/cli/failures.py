@@ -77,10 +77,10 @@ def _from_process(rank: int, process: ProcessFailure, late: bool) -> Failure:
         return written
     status = process.exitcode if process.exitcode > 0 else 128 - process.exitcode
     if process.exitcode < 0:
-        reason = f"killed by {process.signal_name()}"
         if process.exitcode == -signal.SIGKILL and late:
             reason = "did not end when it was told to, and was killed"
             return Failure(rank, reason, "", status, _LAST)
+        reason = f"killed by {process.signal_name()}"
         if process.exitcode == -signal.SIGKILL:
             reason += " (often: the machine ran out of memory)"
         # The launcher itself ends ranks with SIGTERM; any other signal came before all else.

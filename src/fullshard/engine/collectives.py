@@ -115,9 +115,7 @@ class Group:
         if self._gloo:
             return self._gather_over_gloo(outputs, inputs)
         if len(outputs) == 1:
-            if _NEW_NAMES:
-                return [Started(self.group.all_gather_single(outputs[0], inputs[0]))]
-            return [Started(self.group._allgather_base(outputs[0], inputs[0]))]
+            return [Started(self._all_gather(outputs[0], inputs[0]))]
         if _NEW_NAMES:
             work = self.group.all_gather_single_coalesced(list(outputs), list(inputs))
         else:
@@ -130,9 +128,10 @@ class Group:
         """As bytes, and on a host in the fastest of several ways.
 
         Gloo's own gather passes pieces around in a ring, and fills a buffer of its own first. Two
-        ranks that just swap take 0.5 times as long for little and 1.0 for 16 MiB. More send little
-        to all others at once: 0.7 times as long on 4 ranks, 0.4 on 8. For much, that would take
-        copies for all; broadcasts write where they should, in 0.7 to 0.95 times as long.
+        ranks that just swap take 0.5 times as long for little, and for 16 MiB no longer than
+        broadcasts. More send little to all others at once: 0.7 times as long on 4 ranks, 0.4 on 8.
+        For much, that would take copies for all; broadcasts write where they should, in 0.7 to 0.95
+        times as long on 4 and on 8.
         """
         on_host = outputs[0].device.type == "cpu"
         little = on_host and sum(output.nbytes for output in outputs) <= _SMALL
@@ -146,7 +145,15 @@ class Group:
         if on_host and self.size <= _BROADCASTING_RANKS:
             pairs = zip(received, sent, strict=True)
             return [started for pair in pairs for started in self._broadcast_pieces(*pair)]
-        return list(map(self._pass_around, received, sent))
+        return [
+            Started(self._all_gather(output, piece), [output, piece])
+            for output, piece in zip(received, sent, strict=True)
+        ]
+
+    def _all_gather(self, output: torch.Tensor, piece: torch.Tensor) -> Any:
+        if _NEW_NAMES:
+            return self.group.all_gather_single(output, piece)
+        return self.group._allgather_base(output, piece)
 
     def _gather_packed(
         self, outputs: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]
@@ -157,39 +164,23 @@ class Group:
         parts = received.view(self.size, sent.numel())
         parts = parts.split([piece.numel() for piece in pieces], dim=1)
         places = [output.view(part.shape) for output, part in zip(outputs, parts, strict=True)]
-        unpack = functools.partial(torch._foreach_copy_, places, parts)
         gather = self._swap_pieces if self.size == 2 else self._send_to_all
-        return gather(received.detach(), sent, unpack)
+        started = gather(_own_alias(received), sent)
+        started.then = functools.partial(torch._foreach_copy_, places, parts)
+        return started
 
-    def _swap_pieces(
-        self,
-        output: torch.Tensor,
-        piece: torch.Tensor,
-        then: Callable[[], object] | None = None,
-    ) -> Started:
+    def _swap_pieces(self, output: torch.Tensor, piece: torch.Tensor) -> Started:
         """Gather on two ranks."""
         own, other = self._own_and_others(output)
         sizes = [0, 0]
         sizes[1 - self.rank] = piece.numel()
         work = self.group.alltoall_base(other[0], piece, sizes, sizes)
         _fill(own, piece)
-        return Started(work, [other[0], piece], then)
+        return Started(work, [other[0], piece])
 
-    def _send_to_all(
-        self,
-        output: torch.Tensor,
-        piece: torch.Tensor,
-        then: Callable[[], object] | None = None,
-    ) -> Started:
+    def _send_to_all(self, output: torch.Tensor, piece: torch.Tensor) -> Started:
         sent = piece.repeat(self.size)
-        return Started(self.group.alltoall_base(output, sent, [], []), [output, sent], then)
-
-    def _pass_around(self, output: torch.Tensor, piece: torch.Tensor) -> Started:
-        if _NEW_NAMES:
-            work = self.group.all_gather_single(output, piece)
-        else:
-            work = self.group._allgather_base(output, piece)
-        return Started(work, [output, piece])
+        return Started(self.group.alltoall_base(output, sent, [], []), [output, sent])
 
     def _broadcast_pieces(self, output: torch.Tensor, piece: torch.Tensor) -> list[Started]:
         own, parts = self._own_and_others(output)
@@ -313,7 +304,7 @@ class Group:
             return
         self.agree("broadcast", unit, *tensors)
         options = _broadcast_from(0)
-        for tensor in map(_own_alias, map(_bytes_of, tensors)):
+        for tensor in map(_bytes_of, tensors):
             self.wait(self._started(self.group.broadcast([tensor], options), tensor))
 
     def scatter_from_first(

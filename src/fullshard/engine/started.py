@@ -34,23 +34,19 @@ class Started:
         holds them until gloo does not.
     """
 
-    __slots__ = ("_tensors", "_then", "work")
+    __slots__ = ("_tensors", "then", "work")
 
-    def __init__(
-        self,
-        work: Any,
-        tensors: Sequence[torch.Tensor] = (),
-        then: Callable[[], object] | None = None,
-    ) -> None:
+    def __init__(self, work: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
         self.work = work
         self._tensors = tensors
-        self._then = then
+        #: What is left to do when it is complete.
+        self.then: Callable[[], object] | None = None
 
     def finish(self) -> None:
         """Return when nothing is left of a completed work: not held, and not to be done."""
         self.work = None
         self._await_release()
-        then, self._then = self._then, None
+        then, self.then = self.then, None
         if then is not None:
             then()
 
