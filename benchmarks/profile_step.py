@@ -73,6 +73,10 @@ PHASES: dict[str, tuple[str, ...]] = {
     "stage": ("engine.reduction:Reduction.stage", "engine.gradients:stage"),
     "reduce: streams": (
         "engine.reduction:Reduction.reduce",
+        "engine.reduction:Reduction.give_out",
+        "engine.reduction:Reduction.take_in",
+        "engine.reduction:Reduction.start",
+        "engine.reduction:Reduction.finish",
         "engine.reduction:Reduction.free_buffers",
     ),
     "reduce: average": ("engine.gradients:start_reduce", "engine.gradients:Reducing.finish"),
@@ -85,6 +89,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "deliver": ("engine.gradients:deliver", "engine.gradients:Own.deliver"),
     "end of backward": (
         "engine.backward:Backward._finish",
+        "engine.backward:Backward._finish_reduces",
         "engine.backward:Backward._end",
         "engine.reduction:Reduction.settle",
         "engine.reduction:Reduction.run_hooks",

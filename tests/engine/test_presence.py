@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, strategies
 
 from fullshard.engine.layout import Layout
-from fullshard.engine.presence import IndexedMarks, Presence, ViewedMarks, piece_starts
+from fullshard.engine.presence import Marks, Presence, piece_starts
 from fullshard.testing import device
 
 
@@ -40,19 +39,16 @@ def test_every_ranks_piece_of_a_present_gradient_is_marked_and_no_absent_one(
             if not is_there
             for place in range(slot.offset, slot.end)
         }
-        by_index, by_view = (torch.full((layout.padded_numel,), -0.0) for _ in range(2))
-        IndexedMarks(sorted(wanted), by_index.dtype, by_index.device).add_to(by_index)
-        ViewedMarks(by_view, layout, present).add_to(by_view)
+        flat = torch.full((layout.padded_numel,), -0.0)
+        Marks(sorted(wanted), flat.dtype, flat.device).add_to(flat)
 
-        assert marked(by_index) == wanted
-        assert marked(by_view) >= wanted
-        assert not marked(by_view) & absent
+        assert marked(flat) == wanted
+        assert not wanted & absent
 
 
-@pytest.mark.parametrize("stays", [True, False])
-def test_marks_of_a_device_leave_what_they_mark_as_it_is(stays: bool) -> None:
+def test_marks_of_a_device_leave_what_they_mark_as_it_is() -> None:
     layout = layout_of([7, 3, 11], 2)
-    presence = Presence(layout, torch.float32, device(), stays)
+    presence = Presence(layout, torch.float32, device())
     flat = torch.randn(layout.padded_numel, device=device())
     before = flat.clone()
 

@@ -84,7 +84,8 @@ class Agreement:
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self._table: dict[int, Operation] = {}
+        #: From a path to what followed it, and the path that this makes.
+        self._table: dict[int, tuple[Operation, int]] = {}
         self._path = 0
         self._count = 0
         #: (place, operation) pairs; copied in one piece by the thread that answers for this rank.
@@ -102,18 +103,18 @@ class Agreement:
             raise RanksDisagreeError(self._finding)
         # What a pass consists of follows from how it began; which pass is next, from the last few.
         path = hash((self._path, *self._passes)) if begins_pass else self._path
-        if self._table.get(path) != operation:
+        known = self._table.get(path)
+        if known is None or known[0] != operation:
             self._meet(operation)
             if len(self._table) >= _TABLE_LIMIT:
                 self._table.clear()
-            self._table[path] = operation
+            known = operation, hash(operation if begins_pass else (path, operation))
+            self._table[path] = known
         self._recent.append((self._count, operation))
         self._count += 1
+        self._path = known[1]
         if begins_pass:
             self._passes.append(operation)
-            self._path = hash(operation)
-        else:
-            self._path = hash((path, operation))
 
     def wait(self, work: Any) -> None:
         """Wait for a collective; look around when it takes suspiciously long."""

@@ -22,6 +22,7 @@ from .comm_hook import settle_by_vote
 from .device import HostLines
 from .gradients import Gradients
 from .progress import Call
+from .reduction import Reduction
 from .residents import Residents
 from .unit import State, Unit
 
@@ -38,7 +39,7 @@ class Backward:
         self._lines = lines
         self._units = len(units)
         #: Whether shards and gradients rest on the host, away from where the units compute.
-        self.offloads = any(handle.offload for unit in units for handle in unit.handles)
+        self.offloads = any(unit.offloads for unit in units)
         #: How many there have been: hooks and failures are told apart by it.
         self._number = 0
         self._creates_graph = False
@@ -78,7 +79,8 @@ class Backward:
         """A gradient reached an output of the unit: it needs its parameters."""
         self._enter()
         if not self._lines.runs_ahead:
-            self._carry_out_reduce()
+            with torch.no_grad():
+                self._carry_out_reduce()
         progress = self._progress[unit]
         if call is not None and call.reached_in != self._number:
             call.reached_in = self._number
@@ -144,7 +146,7 @@ class Backward:
             unit.reduction.stage(gradients)
             self._pending = unit
             if self._lines.runs_ahead:
-                unit.reduction.reduce()
+                unit.reduction.give_out()
         else:
             unit.reduction.keep_local(gradients)
             self._with_local_gradients[unit] = None
@@ -181,8 +183,7 @@ class Backward:
         if unit is None:
             return
         if self._lines.runs_ahead:
-            self._lines.compute_after_reduces()
-            unit.reduction.free_buffers()
+            unit.reduction.take_in()
         elif unit.reduction.may_run_behind_compute:
             self._in_flight = unit
             unit.reduction.start()
@@ -207,6 +208,14 @@ class Backward:
     # -- the end ------------------------------------------------------------------------------
 
     def _finish(self) -> None:
+        with torch.no_grad():
+            reduced = self._finish_reduces()
+        self._end()
+        for reduction in reduced:
+            reduction.run_hooks()
+
+    def _finish_reduces(self) -> list[Reduction]:
+        """Have all gradients where the optimizer looks; returns what reduced them."""
         self._carry_out_reduce()
         if self._in_flight is not None:
             self._carry_out_reduce()
@@ -227,9 +236,7 @@ class Backward:
         if ballots:
             settle_by_vote(ballots)
         self._reduced = {}
-        self._end()
-        for reduction in reduced:
-            reduction.run_hooks()
+        return reduced
 
     def break_off(self) -> None:
         """Clean up after the last backward, if it raised and nobody has yet."""

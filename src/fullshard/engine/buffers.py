@@ -81,10 +81,14 @@ class FullBuffer(FlatBuffer):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in this buffer, so that it dies with it."""
-        address = self._storage.data_ptr()
-        return address != 0 and any(
-            part.untyped_storage().data_ptr() == address for part in _parts_with_memory(tensor)
-        )
+        start = self._storage.data_ptr()
+        if start == 0:
+            return False
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            # Most are; to ask for their storage would take longer.
+            return start <= tensor.data_ptr() < start + self._nbytes
+        parts = _parts_with_memory(tensor)
+        return any(part.untyped_storage().data_ptr() == start for part in parts)
 
 
 class StandingBuffer(FullBuffer):

@@ -51,6 +51,8 @@ class Group:
         self._agreement = agreement_for(group) if isinstance(group, dist.ProcessGroup) else None
         name = _backend_name(group)
         self._gloo = "gloo" in name
+        #: Whether, on an accelerator, the device waits for operations while the host goes on.
+        self.runs_ahead = not self._gloo
         #: Whether the backend itself makes means of sums, which saves a kernel for each.
         self.averages = "nccl" in name and not self._gloo
         self._from_each = [_broadcast_from(rank) for rank in range(self.size)] if self._gloo else []

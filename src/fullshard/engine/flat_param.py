@@ -29,6 +29,8 @@ _FSDP_USE_FULL_PREC_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 
 HandleShardingStrategy = ShardingStrategy
 
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+
 
 class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -388,8 +390,7 @@ class FlatParamHandle:
     def presence(self) -> Presence:
         """What marks the gradients of this rank in a flat buffer that is about to be reduced."""
         if self._presence is None:
-            dtype = self.dtypes.reduce
-            self._presence = Presence(self.layout, dtype, self.device, stays=self.is_sharded)
+            self._presence = Presence(self.layout, self.dtypes.reduce, self.device)
         return self._presence
 
     def gather_input(self, buffer: FullBuffer) -> torch.Tensor:
@@ -420,11 +421,16 @@ class FlatParamHandle:
         return self.local_gradients and any(p.grad is not None for p in self.watched)
 
     @property
-    def trainable(self) -> list[bool]:
+    def trainable(self) -> tuple[bool, ...]:
         """Per parameter, whether it takes part in training now."""
         if self.use_orig_params:
-            return [p.requires_grad for p in self.params]
-        return [self.flat_param.requires_grad] * len(self.layout.slots)
+            return tuple(map(_REQUIRES_GRAD, self.params))
+        return (self.flat_param.requires_grad,) * len(self.layout.slots)
+
+    @property
+    def has_trainable(self) -> bool:
+        """Whether any of them does."""
+        return any(map(_REQUIRES_GRAD, self.watched))
 
     # -- copies and pickles -------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ class Average(NamedTuple):
         return cls(shards, copies, before, after, in_collective)
 
 
-def stage(handle: FlatParamHandle, gradients: Gradients, trainable: Sequence[bool]) -> Staged:
+def stage(handle: FlatParamHandle, gradients: Gradients) -> Staged:
     """Copy the gradients into a reduce buffer, casting on the way."""
     dtype = handle.dtypes.reduce
     if handle.is_sharded:
@@ -120,6 +120,7 @@ def stage(handle: FlatParamHandle, gradients: Gradients, trainable: Sequence[boo
         for index in absent:
             as_real(places[index]).fill_(-0.0)
         places = [p for p, g in zip(places, gradients, strict=True) if g is not None]
+        trainable = handle.trainable
         absent = [index for index in absent if trainable[index]]
     _copy(places, present)
     if handle.use_orig_params and present:

@@ -33,7 +33,7 @@ class Reduction:
         self._staged: list[flow.Staged | flow.Own] = []
         #: What a device may still be reducing from.
         self._reducing: list[flow.Staged | flow.Own] = []
-        #: What a host reduces behind what it computes.
+        #: What is reduced behind what is computed.
         self._in_flight: list[flow.Reducing] = []
         self._undecided: list[flow.Maybe] = []
 
@@ -52,8 +52,7 @@ class Reduction:
     def stage(self, gradients: Sequence[flow.Gradients]) -> None:
         """Copy full gradients into reduce buffers, so that autograd's own memory can go."""
         for handle, full in zip(self._unit.handles, gradients, strict=True):
-            trainable = handle.trainable
-            if not any(trainable):
+            if not handle.has_trainable:
                 continue
             full = flow.take_local(handle, full)
             if self._is_alone_with(handle):
@@ -63,7 +62,7 @@ class Reduction:
                 else:
                     own.deliver()
             else:
-                self._staged.append(flow.stage(handle, full, trainable))
+                self._staged.append(flow.stage(handle, full))
 
     def _is_alone_with(self, handle: FlatParamHandle) -> bool:
         """Whether this rank's gradients are the result, as they are."""
@@ -87,7 +86,7 @@ class Reduction:
         lines.reduce_after_compute()
         # A hook of the user's may raise; after a failed collective, memory must not be freed.
         self._reducing = staged if self.comm_hook is not None else []
-        with lines.on_reduce(), torch.no_grad():
+        with lines.on_reduce():
             for item in staged:
                 if isinstance(item, flow.Own):
                     item.deliver()
@@ -125,22 +124,48 @@ class Reduction:
         return not self._unit.options.frees_after_forward and self.comm_hook is None
 
     def start(self) -> None:
-        """Begin to reduce what is staged, behind what a host computes until it is finished."""
+        """Begin to reduce what is staged, behind what is computed until it is finished."""
         staged, self._staged = self._staged, []
-        with torch.no_grad():
-            for item in staged:
-                assert isinstance(item, flow.Staged)
-                self._in_flight.append(self._start(item))
+        for item in staged:
+            assert isinstance(item, flow.Staged)
+            self._in_flight.append(self._start(item))
 
     def finish(self) -> None:
         """Put what :meth:`start` began to reduce where the optimizer looks."""
-        with torch.no_grad():
-            # One by one: those that follow one that raises are still to be waited for.
-            while self._in_flight:
-                reducing = self._in_flight.pop(0)
-                staged, reduced = reducing.staged, reducing.finish()
-                staged.release()
-                self._undecided += flow.deliver(staged.handle, reduced, staged.absent)
+        # One by one: those that follow one that raises are still to be waited for.
+        while self._in_flight:
+            reducing = self._in_flight.pop(0)
+            staged, reduced = reducing.staged, reducing.finish()
+            staged.release()
+            self._undecided += flow.deliver(staged.handle, reduced, staged.absent)
+
+    # -- on an accelerator --------------------------------------------------------------------
+
+    def give_out(self) -> None:
+        """Have an accelerator reduce what is staged, behind what it computes from now on."""
+        if self._is_one_collective:
+            self.start()
+        else:
+            self.reduce()
+
+    def take_in(self) -> None:
+        """Order compute behind what was given out, and free what it was reduced from."""
+        if self._in_flight:
+            self.finish()
+        else:
+            self._unit.lines.compute_after_reduces()
+            self.free_buffers()
+
+    @property
+    def _is_one_collective(self) -> bool:
+        """Whether to reduce is to launch one operation, for which a device waits, not the host.
+
+        It has a line of its own in the backend, and nothing has to follow it there. Otherwise the
+        reduce line is needed: to sum over copies, to bring gradients to the host.
+        """
+        unit = self._unit
+        more = unit.copies is not None or self.comm_hook is not None or unit.offloads
+        return not more and unit.shards.runs_ahead and unit.shards.size > 1
 
     def free_buffers(self) -> None:
         """Free the reduce buffers; compute must be ordered behind the reduce."""

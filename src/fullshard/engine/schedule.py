@@ -21,7 +21,7 @@ from .device import lines_for
 from .progress import Call
 from .residents import Residents
 from .side_outputs import SideOutputs
-from .structures import hold_containers, replace_tensors, tensors_in
+from .structures import hold_containers, list_tensors, replace_tensors, tensors_in
 from .unit import State, Unit
 
 #: What a module is called with, by position and by name.
@@ -160,15 +160,15 @@ class Schedule:
         progress = self._progress[unit]
         if progress.active > 1 or progress.task is not None or unit.summoned:
             return output
-        outputs = list(tensors_in(output))
+        outputs = list_tensors(output)
         if unit.handles and any(unit.lends(tensor) for tensor in outputs):
             output = replace_tensors(output, lambda t: t.clone() if unit.lends(t) else t)
-            outputs = list(tensors_in(output))
+            outputs = list_tensors(output)
         # No gradient comes into the unit by a leaf, which is an input that passed through.
         tracked = [tensor for tensor in outputs if tensor.grad_fn is not None]
         inputs, progress.inputs = progress.inputs, None
         if torch.is_grad_enabled():
-            aside = list(self._side_outputs(unit).made_since(progress.birth, inputs))
+            aside = self._side_outputs(unit).made_since(progress.birth, inputs)
             if aside:
                 tracked += aside
                 self._tell_enclosing(unit, aside)

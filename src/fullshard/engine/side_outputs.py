@@ -4,6 +4,7 @@ with, or show to the user's hooks, such as features: outputs in all but name.
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Callable, Container, Iterator
 from typing import Any
@@ -14,6 +15,8 @@ from torch import nn
 from .build import own_modules
 from .structures import tensors_in
 from .unit import Unit
+
+_WITHOUT_TENSORS = {types.NoneType, bool, int, float, str}
 
 
 class SideOutputs:
@@ -56,16 +59,20 @@ class SideOutputs:
         if self.shown is not None:
             self.shown.append(shown)
 
-    def made_since(self, birth: int, inputs: Any) -> Iterator[torch.Tensor]:
+    def made_since(self, birth: int, inputs: Any) -> list[torch.Tensor]:
         """Those that lead into the unit by nodes not older than ``birth``, in autograd's count.
 
         Among them are those that the unit put into containers among its ``inputs``.
         """
         shown, self.shown = self.shown, None
-        for tensor in tensors_in([*self._stored(), inputs, shown]):
-            node = tensor.grad_fn
-            if node is not None and node._sequence_nr() >= birth and self._unit.made(tensor):
-                yield tensor
+        kept = [value for value in (*self._stored(), inputs) if type(value) not in _WITHOUT_TENSORS]
+        if shown:
+            kept.append(shown)
+        return [t for t in tensors_in(kept) if self._is_since(birth, t)] if kept else []
+
+    def _is_since(self, birth: int, tensor: torch.Tensor) -> bool:
+        node = tensor.grad_fn
+        return node is not None and node._sequence_nr() >= birth and self._unit.made(tensor)
 
     def _stored(self) -> Iterator[Any]:
         count = sum(map(len, self._attributes))

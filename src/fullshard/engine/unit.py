@@ -12,6 +12,7 @@ full parameters (``shows_full``).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
@@ -104,6 +105,8 @@ class Unit:
         self.summoned = False
         #: Whether they are shown on every rank that shares the shards.
         self.summoned_everywhere = False
+        #: Whether some of the full parameters that were last tracked are frozen.
+        self.is_mixed = False
         self._nodes: dict[Any, tuple[ParameterNode | None, list[list[torch.Tensor]]]] = {}
         self._changes: list[int] = []
         #: The full parameters in place, one list per group.
@@ -137,19 +140,19 @@ class Unit:
         """Ranks that gradients are averaged over."""
         return self.shards.size * (self.copies.size if self.copies else 1)
 
+    @functools.cached_property
+    def offloads(self) -> bool:
+        """Whether shards and gradients rest on the host, away from where the unit computes."""
+        return any(handle.offload for handle in self.handles)
+
     @property
     def is_sharded(self) -> bool:
         """Whether a rank keeps a part of the parameters only."""
         return self.options.strategy is not ShardingStrategy.NO_SHARD
 
     @property
-    def is_mixed(self) -> bool:
-        """Whether some parameters are frozen now."""
-        return not all(all(handle.trainable) for handle in self.handles)
-
-    @property
     def has_trainable(self) -> bool:
-        return any(any(handle.trainable) for handle in self.handles)
+        return any(handle.has_trainable for handle in self.handles)
 
     def versions(self) -> list[int]:
         """Counts of in-place changes to the parameters that the user holds."""
@@ -317,10 +320,11 @@ class Unit:
     def _tracked(self) -> list[list[torch.Tensor]]:
         """Per group, the full parameters as autograd knows them; frozen ones as plain views."""
         trainable = [handle.trainable for handle in self.handles]
-        key = (self.exact, *map(tuple, trainable))
+        key = (self.exact, *trainable)
         known = self._nodes.get(key)
         if known is None:
             known = self._nodes[key] = self._make_node(trainable)
+        self.is_mixed = not all(map(all, trainable))
         return known[1]
 
     def count_as_run_now(self) -> None:
@@ -330,7 +334,7 @@ class Unit:
                 node.born_now()
 
     def _make_node(
-        self, trainable: list[list[bool]]
+        self, trainable: list[tuple[bool, ...]]
     ) -> tuple[ParameterNode | None, list[list[torch.Tensor]]]:
         tensors = [list(buffer.shown) for buffer in self.gathered]
         places = [(g, i) for g, flags in enumerate(trainable) for i, on in enumerate(flags) if on]
