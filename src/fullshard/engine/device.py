@@ -14,7 +14,8 @@ Note: memory and streams
     allocator holds a block back until compute has passed it, and no gather waits.
 
     Reduce buffers are allocated on the compute line and freed there, after compute has waited for
-    the reduce that read them.
+    the reduce that read them. A reduce that is one collective has a line of its own in the backend
+    (NCCL's stream); the reduce line here is for those that consist of several steps.
 """
 
 from __future__ import annotations
