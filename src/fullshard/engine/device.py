@@ -184,9 +184,10 @@ class AcceleratorLines(HostLines):
         one, other = self._kept_events
         event = other if self._reusable_after is one else one
         event.record(compute)
-        self._owed = (buffers, event)
-        if not late:
-            self.settle()
+        if late:
+            self._owed = (buffers, event)
+        else:
+            self._release(buffers, event)
 
     def take_again(self, buffers: Sequence[Releasable]) -> None:
         if self._owed is not None and self._owed[0] and self._owed[0][0] in buffers:
@@ -195,10 +196,13 @@ class AcceleratorLines(HostLines):
 
     def settle(self) -> None:
         if self._owed is not None:
-            buffers, self._reusable_after = self._owed
-            self._owed = None
-            for buffer in buffers:
-                buffer.release()
+            owed, self._owed = self._owed, None
+            self._release(*owed)
+
+    def _release(self, buffers: Sequence[Releasable], after: Any) -> None:
+        self._reusable_after = after
+        for buffer in buffers:
+            buffer.release()
 
 
 def _stream_number(device: torch.device) -> Callable[[], int | None]:

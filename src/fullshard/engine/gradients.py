@@ -167,7 +167,7 @@ def start_reduce(staged: Staged, average: Average, unit: str) -> Reducing:
     if average.before != 1.0:
         flat.div_(average.before)
     if handle.is_sharded:
-        total = torch.empty(handle.layout.shard_numel, dtype=flat.dtype, device=flat.device)
+        total = flat.new_empty(handle.layout.shard_numel)
         await_sum = average.shards.start_reduce_scatter(total, flat, unit, mean)
     else:
         total = flat
@@ -196,6 +196,9 @@ def deliver(handle: FlatParamHandle, reduced: torch.Tensor, absent: Sequence[int
         _add(handle, [(handle.flat_param, reduced)])
         return []
     cut = handle.cut(reduced)
+    if not absent:
+        _add(handle, [(handle.params[i], piece) for i, piece in cut])
+        return []
     missing = set(absent)
     _add(handle, [(handle.params[i], piece) for i, piece in cut if i not in missing])
     return [Maybe(handle, i, piece) for i, piece in cut if i in missing]

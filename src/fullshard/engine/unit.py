@@ -16,7 +16,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -65,6 +65,15 @@ class UnitOptions:
         return self.strategy in HYBRID_STRATEGIES
 
 
+class _Tracked(NamedTuple):
+    """Full parameters as autograd knows them, per group, and the node that they come from."""
+
+    node: ParameterNode | None
+    tensors: list[list[torch.Tensor]]
+    #: Whether some of them are frozen.
+    is_mixed: bool
+
+
 class Unit:
     """One unit's mechanism. ``handles`` has one entry per group, none if it has no parameters."""
 
@@ -107,7 +116,7 @@ class Unit:
         self.summoned_everywhere = False
         #: Whether some of the full parameters that were last tracked are frozen.
         self.is_mixed = False
-        self._nodes: dict[Any, tuple[ParameterNode | None, list[list[torch.Tensor]]]] = {}
+        self._nodes: dict[Any, _Tracked] = {}
         self._changes: list[int] = []
         #: The full parameters in place, one list per group.
         self._shown: list[list[torch.Tensor]] = []
@@ -324,22 +333,21 @@ class Unit:
         known = self._nodes.get(key)
         if known is None:
             known = self._nodes[key] = self._make_node(trainable)
-        self.is_mixed = not all(map(all, trainable))
-        return known[1]
+        self.is_mixed = known.is_mixed
+        return known.tensors
 
     def count_as_run_now(self) -> None:
         """Let autograd reach the unit's reduce before what ran earlier: see ``autograd.py``."""
-        for node, _ in self._nodes.values():
-            if node is not None:
-                node.born_now()
+        for known in self._nodes.values():
+            if known.node is not None:
+                known.node.born_now()
 
-    def _make_node(
-        self, trainable: list[tuple[bool, ...]]
-    ) -> tuple[ParameterNode | None, list[list[torch.Tensor]]]:
+    def _make_node(self, trainable: list[tuple[bool, ...]]) -> _Tracked:
         tensors = [list(buffer.shown) for buffer in self.gathered]
         places = [(g, i) for g, flags in enumerate(trainable) for i, on in enumerate(flags) if on]
+        is_mixed = len(places) < sum(map(len, trainable))
         if not places:
-            return None, tensors
+            return _Tracked(None, tensors, is_mixed)
         distributed = [
             (group, index, distribution)
             for group, index in places
@@ -354,15 +362,19 @@ class Unit:
             unit = reference()
             if unit is None:
                 return
+            assert unit.on_gradients is not None
+            if len(trainable) == 1 and not (is_mixed or distributed):
+                # As most are: what was found is what there is.
+                unit.on_gradients(unit, [found])
+                return
             gradients: list[list[torch.Tensor | None]] = [[None] * len(t) for t in trainable]
             for (group, index), gradient in zip(places, found, strict=True):
                 gradients[group][index] = gradient
             for group, index, distribution in distributed:
                 gradients[group][index] = distribution.local_gradient(gradients[group][index])
-            assert unit.on_gradients is not None
             unit.on_gradients(unit, gradients)
 
         node = ParameterNode([tensors[g][i] for g, i in places], receive)
         for (group, index), output in zip(places, node.outputs, strict=True):
             tensors[group][index] = output
-        return node, tensors
+        return _Tracked(node, tensors, is_mixed)
