@@ -59,12 +59,17 @@ class _Mallinfo(ctypes.Structure):
     ]
 
 
-def _bytes_in_use() -> int:
+@functools.cache
+def _mallinfo() -> Any:
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
         pytest.skip("memory on the host is counted by glibc's mallinfo2")
     mallinfo.restype = _Mallinfo
-    found = mallinfo()
+    return mallinfo
+
+
+def _bytes_in_use() -> int:
+    found = _mallinfo()()
     return int(found.uordblks + found.hblkhd)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,6 +40,27 @@ WRAPPINGS: dict[str, Any] = {
     "linears": ModuleWrapPolicy({nn.Linear}),
 }
 STRATEGIES = tuple(ShardingStrategy)
+
+#: Whether time does not matter (``make test-long``).
+LONG = bool(os.environ.get("FULLSHARD_LONG"))
+
+
+def settings(*sizes: int) -> list[tuple[int, ShardingStrategy]]:
+    """Numbers of ranks and strategies: each with each in a long run.
+
+    Otherwise all strategies on as few ranks as share something, and on the other numbers of ranks
+    those that shard differently there.
+    """
+    if LONG:
+        return list(itertools.product(sizes, STRATEGIES))
+    fewest = min(size for size in sizes if size > 1)
+    return [
+        (size, strategy)
+        for size, strategy in itertools.product(sizes, STRATEGIES)
+        if size == fewest
+        or strategy is ShardingStrategy.FULL_SHARD
+        or (size == 4 and strategy is ShardingStrategy.HYBRID_SHARD)
+    ]
 
 
 class Odd(nn.Module):

@@ -19,7 +19,7 @@ from tests.original.training import (
     loss_of,
     train_step,
 )
-from tests.state.models import STRATEGIES, WRAPPINGS, wrapped
+from tests.state.models import WRAPPINGS, settings, wrapped
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -31,9 +31,8 @@ FULL_SHARD = ShardingStrategy.FULL_SHARD
 NORMS = (2.0, 1.0, 3, 0.5, 2.5, math.inf)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("world_size", "strategy"), settings(1, 3, 4))
 @pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_norm_and_clipped_step_are_those_of_ddp(
     world_size: int, use_orig_params: bool, strategy: ShardingStrategy
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.original.training import Net, build
-from tests.state.models import STRATEGIES, WRAPPINGS, copied, other, wrapped
+from tests.state.models import LONG, WRAPPINGS, copied, other, settings, wrapped
 from tests.state.optimizers import (
     OPTIM_KINDS,
     adam,
@@ -32,8 +32,7 @@ BEFORE = range(2)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("world_size", "strategy"), settings(1, 2, 4))
 def test_state_of_any_type_brings_a_trained_optimizer_back(
     world_size: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
@@ -65,8 +64,10 @@ def test_state_of_any_type_brings_a_trained_optimizer_back(
     run_on_ranks(world_size, round_trips)
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "use_orig_params"),
+    [(2, False), (4, True), *([(2, True), (4, False)] if LONG else [])],
+)
 def test_state_moves_to_another_wrapping_strategy_and_flattening(
     world_size: int, use_orig_params: bool
 ) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests.original.training import Block, Net, blocks_policy, build, inputs, loss_of, train_step
 from tests.state.models import (
     KINDS,
+    LONG,
     STRATEGIES,
     Odd,
     assert_same_state,
@@ -35,12 +36,16 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.testing import device, ranks
 
 FULL_SHARD = ShardingStrategy.FULL_SHARD
+SOME = (FULL_SHARD, ShardingStrategy.NO_SHARD)
 HALF = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
 
 
 @pytest.mark.parametrize("wrapping", ["one unit", "blocks"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("mixed_precision", [None, HALF])
+@pytest.mark.parametrize(
+    ("mixed_precision", "strategy"),
+    [(None, strategy) for strategy in STRATEGIES]
+    + [(HALF, strategy) for strategy in (STRATEGIES if LONG else SOME)],
+)
 @ranks(4)
 def test_odd_parameters_and_buffers_are_saved_as_in_the_bare_model(
     mixed_precision: MixedPrecision | None, strategy: ShardingStrategy, wrapping: str
