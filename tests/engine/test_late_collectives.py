@@ -23,9 +23,7 @@ from fullshard import (
 from fullshard.testing import ranks
 from fullshard.wrap import ModuleWrapPolicy
 
-UNITS = ModuleWrapPolicy(
-    {nn.Linear, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Sequential}
-)
+UNITS = ModuleWrapPolicy({nn.Linear, nn.Sequential})
 LAYERS = ModuleWrapPolicy({nn.TransformerEncoderLayer, nn.TransformerDecoderLayer})
 
 with_both_modes = pytest.mark.parametrize("use_orig_params", [False, True])

@@ -171,7 +171,7 @@ class Backward:
             self._residents.shelve(unit)
 
     def _carry_out_reduce(self) -> None:
-        """Reduce what the last unit staged; on an accelerator, free what it reduced from.
+        """Reduce what the last unit staged; on an accelerator, take in what it was reduced to.
 
         There the reduce was given out at once, and had until now, the next unit's whole backward,
         to overlap with.

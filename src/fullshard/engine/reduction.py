@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class Reduction:
-    """The way of a unit's gradients, and what is on it."""
+    """The way of a unit's gradients, and what is on it.
+
+    ``backward.py`` calls it while autograd tracks nothing, so that it need not see to that itself.
+    """
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
