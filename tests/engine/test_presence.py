@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, strategies
 
+from fullshard.engine.buffers import ReduceBuffer
 from fullshard.engine.layout import Layout
 from fullshard.engine.presence import Marks, Presence, piece_starts
 from fullshard.testing import device
@@ -56,3 +57,40 @@ def test_marks_of_a_device_leave_what_they_mark_as_it_is() -> None:
     presence.mark(flat, (True, False, True))
 
     torch.testing.assert_close(flat, before, rtol=0, atol=0)
+
+
+@given(
+    sizes=strategies.lists(strategies.integers(0, 40), min_size=1, max_size=5),
+    ranks=strategies.integers(1, 6),
+)
+def test_marks_by_views_are_in_every_ranks_piece_of_every_gradient(
+    sizes: list[int], ranks: int
+) -> None:
+    layout = layout_of(sizes, ranks)
+    buffer = ReduceBuffer(layout, torch.float32, device())
+    buffer.allocate()
+    buffer.alias.fill_(-0.0)
+
+    if buffer.mark_all():
+        assert marked(buffer.alias) >= set(piece_starts(layout, None))
+    else:
+        assert not any(sizes)
+
+
+def test_marks_by_views_leave_what_they_mark_as_it_is() -> None:
+    layout = layout_of([7, 3, 11], 2)
+    buffer = ReduceBuffer(layout, torch.float32, device())
+    buffer.allocate()
+    before = torch.randn(layout.padded_numel, device=device())
+    buffer.alias.copy_(before)
+
+    assert buffer.mark_all()
+
+    torch.testing.assert_close(buffer.alias, before, rtol=0, atol=0)
+
+
+def test_many_parameters_are_not_marked_by_views() -> None:
+    buffer = ReduceBuffer(layout_of([1] * 100, 2), torch.float32, device())
+    buffer.allocate()
+
+    assert not buffer.mark_all()

@@ -1,4 +1,4 @@
-"""Memory while the host is far ahead of a GPU: what ``limit_all_gathers`` is for.
+"""Memory on a GPU, also while the host is far ahead of it: what ``limit_all_gathers`` is for.
 
 Gloo makes the host wait, so that it never runs ahead; the ranks here are imagined ones, whose
 collectives return at once, as NCCL's do. What they would send plays no part in how much memory is
@@ -7,6 +7,7 @@ asked for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ import torch
 from torch import nn
 
 from fullshard import FullyShardedDataParallel
+from fullshard.engine.device import lines_for
 from fullshard.testing import device
 
 WIDTH, UNITS = 512, 16
 UNIT = WIDTH * WIDTH * 4
 SMALL = 256 * 1024
+#: A little more than a fifth of sixteen MiB less one.
+SHARD = 3 * 2**20 + 2048
 
 on_a_gpu = pytest.mark.skipif(device().type == "cpu", reason="a CPU's host is never ahead of it")
 
@@ -43,11 +47,15 @@ class ImaginedRanks:
     _reduce_scatter_base = all_gather_single = reduce_scatter_single = _allgather_base
 
 
-def peak_while_the_gpu_sleeps(train: bool, **options: Any) -> int:
+def chain(**options: Any) -> Any:
     group: Any = ImaginedRanks()
     linears = [nn.Linear(WIDTH, WIDTH, bias=False, device=device()) for _ in range(UNITS)]
     units = [FullyShardedDataParallel(linear, group, **options) for linear in linears]
-    model = FullyShardedDataParallel(nn.Sequential(*units), group, **options)
+    return FullyShardedDataParallel(nn.Sequential(*units), group, **options)
+
+
+def peak_while_the_gpu_sleeps(train: bool, **options: Any) -> int:
+    model = chain(**options)
     data = torch.ones(1, WIDTH, device=device())
     for _ in range(3):
         model(data).sum().backward()
@@ -100,3 +108,51 @@ def test_without_the_limit_every_unit_gets_memory_of_its_own() -> None:
     peak = peak_while_the_gpu_sleeps(False, limit_all_gathers=False, forward_prefetch=True)
 
     assert peak >= (UNITS - 2) * UNIT, peak
+
+
+@on_a_gpu
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_the_first_units_gradients_take_no_memory_while_the_second_computes(
+    use_orig_params: bool,
+) -> None:
+    model = chain(use_orig_params=use_orig_params)
+    data = torch.ones(1, WIDTH, device=device())
+    model(data).sum().backward()
+    model.zero_grad()
+    in_use: list[int] = []
+
+    def watch(_: Any, inputs: tuple[torch.Tensor]) -> None:
+        # When the gradient of a unit's input is there, the unit after it has been reduced.
+        inputs[0].register_hook(lambda _: in_use.append(torch.cuda.memory_allocated()))
+
+    for unit in model.module[1:]:
+        unit.module.register_forward_pre_hook(watch)
+    model(data).sum().backward()
+
+    # From the third on, the reduce buffer of the unit before is there as well.
+    _, second, *others = in_use
+    assert len(others) == UNITS - 3
+    assert min(others) >= second + UNIT - SMALL, in_use
+    assert max(others) <= second + UNIT + SMALL, in_use
+
+
+def taken_by_twelve(make: Callable[[int, torch.dtype], torch.Tensor]) -> int:
+    """Bytes for shards of a little more than three MiB, beside a freed block of sixteen."""
+    torch.cuda.empty_cache()
+    freed = torch.empty(16 * 2**20, dtype=torch.uint8, device=device())
+    del freed
+    before = torch.cuda.memory_allocated()
+    shards = [make(SHARD // 4, torch.float32) for _ in range(12)]
+    assert not any(shard.any() for shard in shards)
+    return torch.cuda.memory_allocated() - before
+
+
+@on_a_gpu
+def test_shards_take_blocks_that_fit() -> None:
+    taken = taken_by_twelve(lines_for(device()).lasting_zeros)
+    otherwise = taken_by_twelve(
+        lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device())
+    )
+
+    assert taken == 12 * SHARD, (taken, otherwise)
+    assert otherwise > taken, "what the allocator offers first fits as well: nothing was tested"

@@ -147,6 +147,9 @@ class Backward:
             self._pending = unit
             if self._lines.runs_ahead:
                 unit.reduction.give_out()
+                if len(self._reduced) == 1:
+                    # What the other units saved in forward is all there yet: memory is scarcest.
+                    unit.reduction.let_go()
         else:
             unit.reduction.keep_local(gradients)
             self._with_local_gradients[unit] = None

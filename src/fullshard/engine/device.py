@@ -22,16 +22,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
+#: Bytes up to which an accelerator's allocator splits its blocks as asked.
+_SPLIT_FREELY = 2**20
+#: The part of a block that stays that may go to waste.
+_LITTLE = 64
+#: Blocks that are looked at to find a better one.
+_OFFERS = 16
+
 
 class Releasable(Protocol):
     """A buffer that can give its memory back."""
 
-    flat: torch.Tensor
+    @property
+    def flat(self) -> torch.Tensor: ...
 
     def release(self) -> None: ...
 
@@ -75,6 +84,10 @@ class HostLines:
     def compute_after_reduces(self) -> None:
         """Order compute behind everything the reduce line has been given."""
 
+    def release_after_reduces(self, buffer: Releasable) -> None:
+        """Release what the reduce line reads, for whoever asks for memory when it has."""
+        buffer.release()
+
     def host_after_gathers(self) -> None:
         """Block the host until the gather line is empty (parameters that rest on the host)."""
 
@@ -88,6 +101,10 @@ class HostLines:
 
     def host_after_reduces(self) -> None:
         """Block the host until the reduce line is empty (gradients that rest on the host)."""
+
+    def lasting_zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for what stays through all of a training, filled with zeros."""
+        return torch.zeros(numel, dtype=dtype, device=self._device)
 
     def give_back(self, buffers: Sequence[Releasable], late: bool, limited: bool) -> None:
         """Release one unit's buffers as soon as compute is done with them."""
@@ -115,6 +132,8 @@ class AcceleratorLines(HostLines):
         # High priority: communication should start the moment its input is ready.
         self._gather = module.Stream(device, priority=-1)
         self._reduce = module.Stream(device, priority=-1)
+        #: What tells how much memory is in use; None where torch does not know.
+        self._stats: Any = getattr(module, "memory_stats_as_nested_dict", None)
         self._owed: tuple[Sequence[Releasable], Any] | None = None
         self._reusable_after: Any = None
         # Events are used again, which takes half as long as new ones: what was made to wait for one
@@ -160,6 +179,10 @@ class AcceleratorLines(HostLines):
     def compute_after_reduces(self) -> None:
         self._order(self._compute(), self._reduce)
 
+    def release_after_reduces(self, buffer: Releasable) -> None:
+        buffer.flat.record_stream(self._reduce)
+        buffer.release()
+
     def host_after_gathers(self) -> None:
         self._gather.synchronize()
 
@@ -172,6 +195,34 @@ class AcceleratorLines(HostLines):
 
     def host_after_reduces(self) -> None:
         self._reduce.synchronize()
+
+    def lasting_zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Likewise, in a block that fits.
+
+        The allocator takes the smallest freed block that is large enough, and splits nothing below
+        a mebibyte off it: a shard of three may keep four. So it is asked for another one while the
+        first is held, as long as it has freed ones.
+        """
+        wanted = numel * dtype.itemsize
+        if wanted <= _SPLIT_FREELY or self._stats is None:
+            return super().lasting_zeros(numel, dtype)
+        offers: list[tuple[int, torch.Tensor]] = []
+        allocated, reserved = self._memory()
+        while True:
+            offer = torch.empty(numel, dtype=dtype, device=self._device)
+            before, had = allocated, reserved
+            allocated, reserved = self._memory()
+            excess = allocated - before - wanted
+            offers.append((excess, offer))
+            if excess <= wanted // _LITTLE or reserved > had or len(offers) == _OFFERS:
+                return min(offers, key=operator.itemgetter(0))[1].zero_()
+
+    def _memory(self) -> tuple[int, int]:
+        """Bytes that are allocated, and that are reserved to allocate from."""
+        stats = self._stats(self._device)
+        kinds = ("allocated_bytes", "reserved_bytes")
+        allocated, reserved = (stats[kind]["all"]["current"] for kind in kinds)
+        return allocated, reserved
 
     def give_back(self, buffers: Sequence[Releasable], late: bool, limited: bool) -> None:
         compute = self._compute()

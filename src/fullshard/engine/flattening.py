@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from .device import lines_for
 from .layout import Layout, Piece
 
 
@@ -56,7 +57,7 @@ def own_part(
 ) -> torch.Tensor:
     """A rank's part of it: the whole buffer would take as much again as the originals."""
     first = params[0]
-    shard = torch.zeros(layout.shard_numel, dtype=first.dtype, device=first.device)
+    shard = lines_for(first.device).lasting_zeros(layout.shard_numel, first.dtype)
     for slot, piece, parameter in zip(layout.slots, pieces, params, strict=True):
         if piece.numel:
             dense = parameter.detach()

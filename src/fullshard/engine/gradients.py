@@ -124,8 +124,15 @@ def stage(handle: FlatParamHandle, gradients: Gradients) -> Staged:
         absent = [index for index in absent if trainable[index]]
     _copy(places, present)
     if handle.use_orig_params and present:
-        handle.presence.mark(flat, pattern)
+        _mark(handle, flat, pattern)
     return Staged(handle, flat, absent)
+
+
+def _mark(handle: FlatParamHandle, flat: torch.Tensor, pattern: tuple[bool, ...] | None) -> None:
+    # By views, which take no memory of the device; on a host indices are faster.
+    by_views = pattern is None and handle.is_sharded and flat.device.type != "cpu"
+    if not (by_views and handle.reduce_buffer(flat.dtype).mark_all()):
+        handle.presence.mark(flat, pattern)
 
 
 def _copy(places: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:

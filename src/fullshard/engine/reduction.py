@@ -151,6 +151,22 @@ class Reduction:
         else:
             self.reduce()
 
+    def let_go(self) -> None:
+        """Leave to the allocator what gradients are being reduced from, until the reduce is done.
+
+        Others may then have it before compute is ordered behind the reduce. The allocator asks the
+        device when that is, though, and where the host is far ahead finds it busy: were all buffers
+        left to it, many would be waiting there.
+        """
+        lines = self._unit.lines
+        for index, reducing in enumerate(self._in_flight):
+            with lines.on_reduce():
+                reducing.await_sum()
+            self._in_flight[index] = reducing._replace(await_sum=lines.compute_after_reduces)
+        for item in (*(reducing.staged for reducing in self._in_flight), *self._reducing):
+            if isinstance(item, flow.Staged) and item.handle.is_sharded:
+                lines.release_after_reduces(item)
+
     def take_in(self) -> None:
         """Order compute behind what was given out, and free what it was reduced from."""
         if self._in_flight:
