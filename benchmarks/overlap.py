@@ -5,12 +5,12 @@ FSDP2, at several bandwidths, beside the ideal schedule.
 
 One process plays a rank over a process group whose collectives take the time of a network of the
 given bandwidth (groups.py), on a stream of their own. "compute ms" is the same row's step with
-collectives that cost nothing, "communication ms" what all of a step's collectives take together,
-"ideal ms" the larger of the two. "exposed ms" is the step less the compute of the fastest row: that
-is what the device computes, and what a row's host takes longer is not. "ends ms" are the gathers of
-the root and the first unit and the reduces of the same two, which nothing is there to hide: no
-schedule of these units is faster than "reachable ms", the compute and the ends, or the
-communication if that is more. Rows take turns, round by round.
+collectives that cost nothing, "communication ms" what all of a step's collectives took together in
+the steps that were timed, "ideal ms" the larger of the two. "exposed ms" is the step less the
+compute of the fastest row: that is what the device computes, and what a row's host takes longer is
+not. "ends ms" are the gathers of the root and the first unit and the reduces of the same two, which
+nothing is there to hide: no schedule of these units is faster than "reachable ms", the compute and
+the ends, or the communication if that is more. Rows take turns, round by round.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,30 +75,24 @@ class Contestant:
         return {"pace": self.group.pace}
 
     def turn(self, bandwidth: float | None, steps: int) -> dict[str, float]:
-        """Milliseconds per step at a bandwidth, or with free collectives."""
+        """Milliseconds per step, and of its collectives, at a bandwidth; None: they are free."""
         self.group.network = self._network(bandwidth)
         self.training.step()
         self._synchronize()
+        traces: list[list[Callable[[], float]]] = [[] for _ in range(steps)]
         started = time.perf_counter()
-        for _ in range(steps):
+        for self.group.trace in traces:
             self.training.step()
         self._synchronize()
         elapsed = time.perf_counter() - started
-        self.rest()
-        return {"step ms": 1e3 * elapsed / steps}
-
-    def communicate(self, bandwidth: float) -> dict[str, float]:
-        """What the collectives of one step take, as they were timed."""
-        self.group.network = self._network(bandwidth)
-        self.group.trace = []
-        self.training.step()
-        self._synchronize()
-        times = [duration() for duration in self.group.trace]
         self.group.trace = None
+        of_steps = [[duration() for duration in trace] for trace in traces]
+        self.rest()
         return {
-            "communication ms": sum(times),
-            "collectives": float(len(times)),
-            "ends ms": sum(times[:2]) + sum(times[-2:]),
+            "step ms": 1e3 * elapsed / steps,
+            "communication ms": sum(map(sum, of_steps)) / steps,
+            "collectives": sum(map(len, of_steps)) / steps,
+            "ends ms": sum(sum(times[:2]) + sum(times[-2:]) for times in of_steps) / steps,
         }
 
     def rest(self) -> None:
@@ -134,23 +128,19 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         ask(row, "warm_up", given.warmup)
         pace = ask(row, "pace", pace).get("pace", pace)
     networks: list[float | None] = [None, *given.bandwidths]
-    times: dict[tuple[str, float | None], list[float]] = {}
+    turns: dict[tuple[str, float | None], list[dict[str, float]]] = {}
     for _ in range(given.rounds):
         for network in networks:
             for row in workers:
                 answer = ask(row, "turn", network, given.steps)
-                times.setdefault((row, network), []).extend(answer.values())
-    facts = {
-        (row, network): ask(row, "communicate", network)
-        for network in given.bandwidths
-        for row in workers
-    }
+                turns.setdefault((row, network), []).append(answer)
     for worker in workers.values():
         worker.close()
-    compute = {row: statistics.median(times[row, None]) for row in workers if row not in skipped}
+    measured = {key: _medians(of_key) for key, of_key in turns.items() if key[0] not in skipped}
+    compute = {row: values["step ms"] for (row, network), values in measured.items() if not network}
     tables = {
         network: {
-            row: _values(times[row, network], compute[row], compute.values(), facts[row, network])
+            row: _values(measured[row, network], compute[row], min(compute.values()))
             for row in compute
         }
         for network in given.bandwidths
@@ -165,19 +155,20 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _values(
-    times: list[float], compute: float, of_all: Collection[float], facts: dict[str, float]
-) -> dict[str, float]:
-    step, communication = statistics.median(times), facts["communication ms"]
+def _medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {column: statistics.median(turn[column] for turn in turns) for column in turns[0]}
+
+
+def _values(measured: dict[str, float], compute: float, least: float) -> dict[str, float]:
+    step, communication = measured["step ms"], measured["communication ms"]
     ideal = max(compute, communication)
-    reachable = max(compute + facts["ends ms"], communication)
+    reachable = max(compute + measured["ends ms"], communication)
     return {
-        **facts,
-        "step ms": step,
+        **measured,
         "compute ms": compute,
         "ideal ms": ideal,
         "reachable ms": reachable,
-        "exposed ms": step - min(of_all),
+        "exposed ms": step - least,
         "x ideal": step / ideal,
         "x reachable": step / reachable,
     }

@@ -14,8 +14,10 @@ Note: memory and streams
     allocator holds a block back until compute has passed it, and no gather waits.
 
     Reduce buffers are allocated on the compute line and freed there, after compute has waited for
-    the reduce that read them. A reduce that is one collective has a line of its own in the backend
-    (NCCL's stream); the reduce line here is for those that consist of several steps.
+    the reduce that read them; but the first of a backward is left to the allocator as soon as it is
+    being reduced, because the activations of nearly all units are still there. A reduce that is one
+    collective has a line of its own in the backend (NCCL's stream); the reduce line here is for
+    those that consist of several steps.
 """
 
 from __future__ import annotations
@@ -208,14 +210,20 @@ class AcceleratorLines(HostLines):
             return super().lasting_zeros(numel, dtype)
         offers: list[tuple[int, torch.Tensor]] = []
         allocated, reserved = self._memory()
-        while True:
-            offer = torch.empty(numel, dtype=dtype, device=self._device)
+        for _ in range(_OFFERS):
+            try:
+                offer = torch.empty(numel, dtype=dtype, device=self._device)
+            except torch.OutOfMemoryError:
+                if not offers:
+                    raise
+                break
             before, had = allocated, reserved
             allocated, reserved = self._memory()
             excess = allocated - before - wanted
             offers.append((excess, offer))
-            if excess <= wanted // _LITTLE or reserved > had or len(offers) == _OFFERS:
-                return min(offers, key=operator.itemgetter(0))[1].zero_()
+            if excess <= wanted // _LITTLE or reserved > had:
+                break
+        return min(offers, key=operator.itemgetter(0))[1].zero_()
 
     def _memory(self) -> tuple[int, int]:
         """Bytes that are allocated, and that are reserved to allocate from."""
