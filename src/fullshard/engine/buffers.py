@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from .layout import Layout
+from .presence import find_grid
 from .tensor_parallel import Distributions, as_shown
 
 
@@ -41,9 +42,6 @@ class FlatBuffer(ABC):
 class ReduceBuffer(FlatBuffer):
     """Full gradients on their way, and ``places`` for them."""
 
-    #: Parameters up to which each of them is marked by a view of its own.
-    _FEW = 32
-
     def _make_views(self, layout: Layout) -> None:
         self._layout = layout
         self.places = [self.alias.as_strided(s.shape, s.stride, s.offset) for s in layout.slots]
@@ -54,24 +52,21 @@ class ReduceBuffer(FlatBuffer):
         return [self.alias[start:end] for start, end in self._layout.gaps()]
 
     @functools.cached_property
-    def _borders(self) -> torch.Tensor:
-        """The first element of each rank's part."""
-        return self.alias[:: self._layout.shard_numel]
-
-    @functools.cached_property
-    def _firsts(self) -> list[torch.Tensor]:
-        """The first element of each parameter."""
-        return [self.alias[s.offset : s.offset + 1] for s in self._layout.slots if s.numel]
+    def _marks(self) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
+        grid = find_grid(self._layout)
+        if grid is None:
+            return None
+        beside = [self.alias[start : start + 1] for start in grid.beside]
+        return self.alias[:: grid.distance], beside
 
     def mark_all(self) -> bool:
-        """Mark all gradients as there, by views, which take no memory; False if they are many.
-
-        See ``gradients.py`` for what the marks are; elements between the places may be marked, too.
-        """
-        if not 0 < len(self._firsts) <= self._FEW:
+        """Mark all gradients as there, without memory for it; False if they are too small."""
+        if self._marks is None:
             return False
-        self._borders.add_(0.0)
-        torch._foreach_add_(self._firsts, 0.0)
+        on_grid, beside = self._marks
+        on_grid.add_(0.0)
+        if beside:
+            torch._foreach_add_(beside, 0.0)
         return True
 
 

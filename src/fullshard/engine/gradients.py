@@ -129,9 +129,9 @@ def stage(handle: FlatParamHandle, gradients: Gradients) -> Staged:
 
 
 def _mark(handle: FlatParamHandle, flat: torch.Tensor, pattern: tuple[bool, ...] | None) -> None:
-    # By views, which take no memory of the device; on a host indices are faster.
-    by_views = pattern is None and handle.is_sharded and flat.device.type != "cpu"
-    if not (by_views and handle.reduce_buffer(flat.dtype).mark_all()):
+    # By a grid, which takes no memory of the device; on a host indices are faster.
+    by_grid = pattern is None and handle.is_sharded and flat.device.type != "cpu"
+    if not (by_grid and handle.reduce_buffer(flat.dtype).mark_all()):
         handle.presence.mark(flat, pattern)
 
 
