@@ -83,7 +83,7 @@ class Grid(NamedTuple):
 
 
 #: Distances that are tried, the longest first: shorter ones would mark too much of a large buffer.
-_DISTANCES = tuple(2**power for power in range(16, 8, -1))
+_DISTANCES = tuple(2**power for power in range(16, 7, -1))
 #: Pieces that a grid may miss, which are marked one by one.
 _FEW = 4
 
