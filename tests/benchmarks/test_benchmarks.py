@@ -113,20 +113,26 @@ def test_the_profile_accounts_for_the_whole_step(results: Any) -> None:
     phases = written["phases"]
 
     assert written["missing"] == []
-    assert phases["gather: collective"]["calls"] == 5  # three units, the root's is kept
+    # Three units: a host keeps the root's and the two last ones' for backward.
+    assert phases["gather: collective"]["calls"] == 3
     assert phases["reduce: collective"]["calls"] == 3
     clocked = sum(phase["ms"] for phase in phases.values())
     assert 0.5 * written["mean clocked ms"] < clocked <= written["mean clocked ms"]
 
 
-def test_both_sides_of_the_overlap_table_send_the_same_bytes(results: Any) -> None:
+def test_both_sides_of_the_overlap_table_send_the_same_bytes_in_a_collective(results: Any) -> None:
     _, written = results["overlap"]
     rows = written["bandwidths"]["0.01"]["rows"]
 
     assert set(rows) == {"FSDP2", "fullshard"}
     ours, theirs = rows["fullshard"], rows["FSDP2"]
-    assert ours["collectives"] == theirs["collectives"] == 8
-    assert ours["communication ms"] == pytest.approx(theirs["communication ms"], rel=0.02)
+    # On a host the two last units are gathered once, not twice: of a block of width 32 in bfloat16,
+    # seven eighths come from the other ranks.
+    assert (ours["collectives"], theirs["collectives"]) == (6, 8)
+    block = (12 * 32 + 13) * 32 * 2
+    gather = 0.02 + 1e3 * block * 7 / 8 / 0.01e9
+    total = ours["communication ms"] + 2 * gather
+    assert total == pytest.approx(theirs["communication ms"], rel=0.02)
     for row in rows.values():
         # On one line of work nothing ends before all collectives have.
         assert row["step ms"] >= row["communication ms"]

@@ -82,9 +82,11 @@ def test_freed_units_are_not_there_while_others_run_forward() -> None:
     freed = predict(UNITS, forward, Facts(Strategy.FREES_AFTER_FORWARD, ranks=2))
     kept = predict(UNITS, forward, Facts(Strategy.KEEPS_UNTIL_BACKWARD, ranks=2))
     late = predict(UNITS, forward, Facts(Strategy.FREES_AFTER_FORWARD, ranks=2, frees_late=True))
+    last = predict(UNITS, forward, Facts(Strategy.FREES_AFTER_FORWARD, ranks=2, keeps_last=2))
 
     assert freed.at_most.full_parameters == 100
     assert kept.at_most.full_parameters == late.at_most.full_parameters == 160
+    assert last.at_most.full_parameters == 160
 
 
 def test_a_reduce_behind_compute_is_there_while_the_next_unit_computes() -> None:

@@ -226,3 +226,74 @@ def test_a_host_that_frees_nothing_before_backward_gathers_everything_at_the_beg
         assert State.SHARDED not in second
         # Nothing stays after a forward that no backward follows: no more than the next one.
         assert evaluation.count(State.SHARDED) == LAYERS - 2
+
+
+def states_before_backward(model: FSDP) -> list[State]:
+    loss = model(inputs(0)).sum()
+    found = [unit._unit.state for unit in model.module]
+    loss.backward()
+    return found
+
+
+@pytest.mark.parametrize("backward", [None, PRE, POST])
+@ranks(2)
+def test_a_host_frees_no_units_that_its_backward_begins_with(
+    backward: BackwardPrefetch | None,
+) -> None:
+    units = [FSDP(build(lambda: nn.Linear(5, 5)), backward_prefetch=backward) for _ in range(4)]
+    model = FSDP(nn.Sequential(*units), backward_prefetch=backward)
+
+    # The first one learns the order.
+    first, second = states_before_backward(model), states_before_backward(model)
+
+    assert first == [State.SHARDED] * 4
+    kept = 2 if backward is PRE and device().type == "cpu" else 0
+    assert second == [State.SHARDED] * (4 - kept) + [State.GATHERED] * kept
+    assert all(unit._unit.state is State.SHARDED for unit in units)
+    assert not any(unit._unit.shows_full for unit in units)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_units_that_are_kept_for_a_backward_that_does_not_come_are_gathered_anew(
+    use_orig_params: bool,
+) -> None:
+    bare = build(lambda: nn.Sequential(*(nn.Linear(5, 5) for _ in range(3))))
+    units = [FSDP(copy.deepcopy(linear), use_orig_params=use_orig_params) for linear in bare]
+    model = FSDP(nn.Sequential(*units), use_orig_params=use_orig_params)
+
+    for factor in (1.0, 0.5, 0.25):
+        for parameters in (bare.parameters(), model.parameters()):
+            for parameter in parameters:
+                # By way of .data, which nobody can see.
+                parameter.data.mul_(factor)
+        for _ in range(2):
+            torch.testing.assert_close(model(inputs(0)), bare(inputs(0)))
+
+
+@ranks(2)
+def test_a_unit_that_runs_once_more_than_before_sees_what_the_model_did_to_it() -> None:
+    class Twice(nn.Module):
+        again = False
+
+        def __init__(self, *layers: nn.Module) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(layers)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            if self.again:
+                with torch.no_grad():
+                    for parameter in self.layers[-1].parameters():
+                        parameter.mul_(0.5)
+                x = self.layers[-1](x)
+            return x
+
+    bare = build(lambda: Twice(*(nn.Linear(5, 5) for _ in range(3))))
+    units = [FSDP(copy.deepcopy(layer), use_orig_params=True) for layer in bare.layers]
+    model = FSDP(Twice(*units), use_orig_params=True)
+
+    for again in (False, False, True):
+        bare.again = model.module.again = again
+        torch.testing.assert_close(model(inputs(0)), bare(inputs(0)))

@@ -82,6 +82,8 @@ class Facts:
     reduces_behind_compute: bool = False
     #: On an accelerator a unit's memory is given back one unit late in forward.
     frees_late: bool = False
+    #: How many of the units that run last in forward are kept for backward, which begins with them.
+    keeps_last: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class Prediction:
 def predict(units: Sequence[UnitSizes], moments: Sequence[Moment], facts: Facts) -> Prediction:
     """Follow one step and return its largest moment."""
     walk = _Walk({unit.path: unit for unit in units}, facts)
+    walk.kept = _last_units(moments, facts.keeps_last)
     for moment in moments:
         walk.follow(moment)
     peak, when = max(walk.seen, key=lambda seen: seen[0].total)
@@ -145,6 +148,8 @@ class _Walk:
     #: Units in the order in which their forward ended, which backward follows in reverse.
     passed: list[str] = field(default_factory=list)
     owed: str | None = None
+    #: Units that are not freed between forward and backward.
+    kept: set[str] = field(default_factory=set)
     #: The unit whose gradients are staged, and the one whose are being reduced.
     pending: UnitSizes | None = None
     in_flight: UnitSizes | None = None
@@ -176,7 +181,8 @@ class _Walk:
             self.passed.append(unit.path)
             # The root is not freed: backward begins with it. Whole shards that are computed with as
             # they are take nothing; copies of them in another precision are freed like others.
-            if self.facts.strategy is not Strategy.KEEPS_UNTIL_BACKWARD and not is_root:
+            stays = is_root or unit.path in self.kept
+            if self.facts.strategy is not Strategy.KEEPS_UNTIL_BACKWARD and not stays:
                 self._free_after_forward(unit.path)
         elif moment.event is Event.BACKWARD:
             self._settle()
@@ -233,6 +239,14 @@ class _Walk:
         on_device = (shards, self.gradients, optimizer) if not self.facts.offloaded else (0, 0, 0)
         full = sum(self.units[path].full for path in self.gathered)
         self.seen.append((Parts(*on_device, full, whole_gradients, tensors), _in_words(moment)))
+
+
+def _last_units(moments: Sequence[Moment], count: int) -> set[str]:
+    """Those of the ``count`` units that begin last in forward in which no other one runs."""
+    forward = [m for m in moments if m.event in (Event.FORWARD, Event.FORWARD_END)]
+    begun = [index for index, moment in enumerate(forward) if moment.event is Event.FORWARD]
+    last = begun[max(0, len(begun) - count) :]
+    return {forward[index].unit for index in last if index + 1 not in begun}
 
 
 def _in_words(moment: Moment) -> str:

@@ -80,6 +80,7 @@ def predict_memory(
         received_part=0.0 if is_accelerator else 0.5 if ranks == 2 else 1.0,
         reduces_behind_compute=is_accelerator or strategy is not Strategy.FREES_AFTER_FORWARD,
         frees_late=is_accelerator,
+        keeps_last=2 if strategy is Strategy.FREES_AFTER_FORWARD and not is_accelerator else 0,
     )
     units = [_sizes(unit, options, facts) for unit in description.units]
     return description, predict(units, moments, facts)

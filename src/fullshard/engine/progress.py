@@ -29,6 +29,7 @@ class Progress:
     __slots__ = (
         "active",
         "asked_for",
+        "awaits_backward",
         "birth",
         "held",
         "inputs",
@@ -50,6 +51,9 @@ class Progress:
         self.prefetched = False
         #: Gathered because the user asked for it; what its parameters' versions were then.
         self.asked_for: list[int] | None = None
+        #: Left gathered by a forward for the backward that follows: not for a forward, since
+        #: parameters may change in between.
+        self.awaits_backward = False
         #: Left gathered by a backward inside ``no_sync``: its content is still right.
         self.kept = False
         #: What its parameters' versions were then, or when a host gathered it ahead in a forward.

@@ -37,7 +37,7 @@ class Residents:
             unit.fill_again()
         unit.start_gather(exact)
         unit.finish_gather()
-        progress.prefetched = progress.kept = False
+        progress.prefetched = progress.kept = progress.awaits_backward = False
         progress.asked_for = progress.versions = None
         self._out[unit] = None
 
@@ -66,7 +66,8 @@ class Residents:
     def shelve(self, unit: Unit) -> None:
         """Back to sharded: what every unit is outside of its compute."""
         progress = self.progress[unit]
-        progress.prefetched = progress.kept = progress.pinned = progress.outdated = False
+        progress.prefetched = progress.kept = progress.awaits_backward = False
+        progress.pinned = progress.outdated = False
         progress.asked_for = None
         self._out.pop(unit, None)
         unit.show_sharded()

@@ -149,7 +149,9 @@ class Schedule:
         changed = unit.write_back()
         if unit.state is State.SHARDED or self._lines.runs_ahead or in_backward():
             return
-        if changed or (progress.versions is not None and progress.versions != unit.versions()):
+        if progress.versions is not None and progress.versions != unit.versions():
+            changed = True
+        if changed or progress.awaits_backward:
             if progress.pinned:
                 progress.outdated = True
             else:
@@ -188,9 +190,10 @@ class Schedule:
         elif not (tracked or hidden):
             self._residents.shelve(unit)
         elif (unit.options.frees_after_forward or unit.holds_a_copy) and not hidden:
-            if self._depth == 1:
+            if self._depth == 1 or self._begins_backward(unit):
                 # The first to be needed in backward: hide, but do not free.
                 unit.show_sharded()
+                progress.awaits_backward = True
             else:
                 self._residents.shelve(unit)
         elif unit.options.keeps_full_after_forward:
@@ -198,6 +201,21 @@ class Schedule:
         else:
             unit.show_sharded()
         return output
+
+    def _begins_backward(self, unit: Unit) -> bool:
+        """Whether a host's backward needs the unit, or gathers it ahead, at its very beginning.
+
+        Going by the last forward, it does so with the two units that run last. An accelerator
+        gathers them behind the loss, for which it may need the memory.
+        """
+        options = unit.options
+        ahead = options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+        if self._lines.runs_ahead or not (ahead and options.frees_after_forward):
+            return False
+        position = len(self._order) - 1
+        following = self._previous_order[position:]
+        is_as_before = self._order[position] is unit and following[:1] == [unit]
+        return is_as_before and len(following) <= 2 and unit not in following[1:]
 
     def _hook_outputs(self, outputs: Sequence[torch.Tensor], hook: Callable[[Any], None]) -> None:
         """Have ``hook`` called when a gradient reaches one of ``outputs``.
