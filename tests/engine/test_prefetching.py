@@ -258,15 +258,12 @@ def test_a_host_frees_no_units_that_its_backward_begins_with(
 def test_units_that_are_kept_for_a_backward_that_does_not_come_are_gathered_anew(
     use_orig_params: bool,
 ) -> None:
-    bare = build(lambda: nn.Sequential(*(nn.Linear(5, 5) for _ in range(3))))
-    units = [FSDP(copy.deepcopy(linear), use_orig_params=use_orig_params) for linear in bare]
-    model = FSDP(nn.Sequential(*units), use_orig_params=use_orig_params)
+    bare, _, model = chain(use_orig_params)
 
-    for factor in (1.0, 0.5, 0.25):
-        for parameters in (bare.parameters(), model.parameters()):
-            for parameter in parameters:
-                # By way of .data, which nobody can see.
-                parameter.data.mul_(factor)
+    for _ in range(3):
+        for each in (bare, model):
+            # Nobody can see it.
+            halve(each, "data")
         for _ in range(2):
             torch.testing.assert_close(model(inputs(0)), bare(inputs(0)))
 
@@ -297,3 +294,71 @@ def test_a_unit_that_runs_once_more_than_before_sees_what_the_model_did_to_it() 
     for again in (False, False, True):
         bare.again = model.module.again = again
         torch.testing.assert_close(model(inputs(0)), bare(inputs(0)))
+
+
+def chain(use_orig_params: bool) -> tuple[nn.Sequential, list[FSDP], FSDP]:
+    """A bare model, and its copy with a unit for each of its four layers."""
+    bare = build(lambda: nn.Sequential(*(nn.Linear(5, 5) for _ in range(4))))
+    units = [FSDP(copy.deepcopy(linear), use_orig_params=use_orig_params) for linear in bare]
+    return bare, units, FSDP(nn.Sequential(*units), use_orig_params=use_orig_params)
+
+
+def halve(model: nn.Module, how: str) -> None:
+    for parameter in model.parameters():
+        if how == "in place":
+            with torch.no_grad():
+                parameter.mul_(0.5)
+        elif how == "data":
+            parameter.data.mul_(0.5)
+        else:
+            parameter.data = parameter.data * 0.5
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("how", ["in place", "data", "other data"])
+@ranks(2)
+def test_unsharding_a_unit_that_is_kept_for_backward_shows_what_it_is_now(
+    how: str, use_orig_params: bool
+) -> None:
+    bare, units, model = chain(use_orig_params)
+    for _ in range(2):
+        model(inputs(0))
+
+    for each in (bare, model):
+        halve(each, how)
+    units[3].unshard()
+    torch.testing.assert_close(units[3].module.weight.detach(), bare[3].weight.detach())
+    with torch.no_grad():
+        for each in (units[3].module, bare[3]):
+            each.weight.add_(1.0)
+    units[3].reshard()
+
+    torch.testing.assert_close(model(inputs(0)), bare(inputs(0)))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("how", ["in place", "optimizer"])
+@ranks(2)
+def test_a_change_in_place_between_forward_and_backward_is_seen_by_all_units(
+    how: str, use_orig_params: bool
+) -> None:
+    bare, _, model = chain(use_orig_params)
+    for _ in range(2):
+        model(inputs(0)).sum().backward()
+        model.zero_grad()
+    expected, found = inputs(0).requires_grad_(), inputs(0).requires_grad_()
+    losses = [bare(expected).square().sum(), model(found).square().sum()]
+
+    # The bare model's by way of .data, of which autograd does not take notice.
+    halve(bare, "data")
+    if how == "in place":
+        halve(model, how)
+    else:
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().clone()
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+        model.zero_grad()
+    for loss in losses:
+        loss.backward()
+
+    torch.testing.assert_close(found.grad, expected.grad)

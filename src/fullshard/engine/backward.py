@@ -93,6 +93,7 @@ class Backward:
             unit.show_sharded()
         if unit.shows_full and unit.state is State.GATHERED and unit.exact == exact:
             _check_unchanged(unit)
+        self._residents.drop_outdated(unit)
         self._residents.gather(unit, exact)
         unit.show_full(tracked=True)
         if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:

@@ -49,6 +49,13 @@ class Residents:
             progress.prefetched, progress.versions = True, None
             self._out[unit] = None
 
+    def drop_outdated(self, unit: Unit) -> None:
+        """Shelve a unit that awaits backward if its parameters were changed in the meantime."""
+        progress = self.progress[unit]
+        may_go = progress.awaits_backward and not progress.pinned
+        if may_go and progress.versions not in (None, unit.versions()):
+            self.shelve(unit)
+
     def drop_prefetched(self) -> None:
         """Shelve the units that were gathered on a guess and not used."""
         for unit in self.all():

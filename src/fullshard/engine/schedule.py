@@ -68,13 +68,16 @@ class Schedule:
             self._prefetch(unit, exact=False)
             return
         self._backward.break_off()
-        if unit.shows_full or self._progress[unit].asked_for is not None:
+        progress = self._progress[unit]
+        if unit.shows_full or progress.asked_for is not None:
             return
+        if progress.awaits_backward and not progress.pinned:
+            # Its parameters may have changed since.
+            self._residents.shelve(unit)
         unit.write_back()
         unit.shards.begin_pass("unshard", unit.name)
         self._lines.gather_after_compute()
         self._residents.prefetch(unit, exact=False)
-        progress = self._progress[unit]
         progress.prefetched = False
         progress.asked_for = unit.versions()
 
@@ -194,6 +197,8 @@ class Schedule:
                 # The first to be needed in backward: hide, but do not free.
                 unit.show_sharded()
                 progress.awaits_backward = True
+                if not self._lines.runs_ahead:
+                    progress.versions = unit.versions()
             else:
                 self._residents.shelve(unit)
         elif unit.options.keeps_full_after_forward:
@@ -208,9 +213,9 @@ class Schedule:
         Going by the last forward, it does so with the two units that run last. An accelerator
         gathers them behind the loss, for which it may need the memory.
         """
-        options = unit.options
-        ahead = options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-        if self._lines.runs_ahead or not (ahead and options.frees_after_forward):
+        if self._lines.runs_ahead or not unit.options.frees_after_forward:
+            return False
+        if unit.options.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
             return False
         position = len(self._order) - 1
         following = self._previous_order[position:]
