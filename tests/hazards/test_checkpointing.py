@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,13 @@ from tests.original.training import (
     WIDTH,
     Block,
     Net,
+    assert_same_gradients,
+    average_gradients,
     blocks_policy,
     build,
     compare,
     compare_models,
+    inputs,
 )
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -256,3 +260,42 @@ def test_selective_checkpointing(strategy: ShardingStrategy) -> None:
             return self.head(x)
 
     compare(Selective, sharding_strategy=strategy, auto_wrap_policy=policy)
+
+
+class DetachedScale(nn.Module):
+    """Its input goes on beside a part that is computed from it without a way back."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.shift = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.scale * torch.tanh(self.shift(x.detach()))
+        y: torch.Tensor = checkpoint(self.inner, x, use_reentrant=True)
+        return y
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_parameters_used_with_detached_inputs_come_after_the_inputs_gradients(
+    use_orig_params: bool,
+) -> None:
+    bare = build(lambda: DetachedScale(nn.Linear(WIDTH, WIDTH)))
+    wrapped = copy.deepcopy(bare)
+    wrapped.inner = FSDP(wrapped.inner, use_orig_params=use_orig_params)
+    model = FSDP(wrapped, use_orig_params=use_orig_params)
+
+    for step in range(3):
+        expected, found = (inputs(step, 4, WIDTH).requires_grad_() for _ in range(2))
+        losses = [bare(expected).square().sum(), model(found).square().sum()]
+        torch.testing.assert_close(losses[1], losses[0])
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(found.grad, expected.grad)
+        average_gradients(bare)
+        if use_orig_params:
+            assert_same_gradients(bare, model)
+        for each in (bare, model):
+            each.zero_grad()

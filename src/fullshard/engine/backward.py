@@ -100,13 +100,16 @@ class Backward:
             self._prefetch(unit)
 
     def on_input_gradients(self, unit: Unit, of_call: weakref.ref[Call], _: Any) -> None:
-        """The gradients of a forward's inputs are there: nothing of it is left to compute."""
+        """The gradients of a forward's inputs are there: maybe nothing of it is left to compute.
+
+        Parameters that were used with detached inputs come after them, if they are not there yet.
+        """
         call = of_call()
         if call is not None and call.reached_in == self._number and self.is_running:
             call.reached_in = -1
             progress = self._progress[unit]
             progress.open_calls -= 1
-            if progress.open_calls == 0:
+            if progress.open_calls == 0 and (progress.received or not unit.has_trainable):
                 self._close(unit)
 
     def _on_gradients(self, unit: Unit, gradients: Sequence[Gradients]) -> None:
@@ -134,6 +137,7 @@ class Backward:
             # A second part of the unit's gradients: its reduce buffer must be free again.
             self._carry_out_reduce()
         progress = self._progress[unit]
+        progress.received = True
         if progress.task is not None and progress.task != torch._C._current_graph_task_id():
             # A reentrant checkpoint inside the unit: a part of its backward, in a graph of its
             # own. More parts may follow, and they need the parameters.

@@ -39,6 +39,7 @@ class Progress:
         "outdated",
         "pinned",
         "prefetched",
+        "received",
         "side_outputs",
         "task",
         "versions",
@@ -70,6 +71,8 @@ class Progress:
         self.task: int | None = None
         #: Calls whose outputs were reached and whose inputs were not, see ``Backward._close``.
         self.open_calls = 0
+        #: Whether the running backward has brought gradients of its parameters.
+        self.received = False
         #: Whether the unit may need its parameters after its own gradients are there: its inputs'
         #: gradients tell when it is done. None until its first forward was looked at.
         self.inputs_tell: bool | None = None
@@ -82,3 +85,4 @@ class Progress:
         """The unit's backward is over."""
         self.task = None
         self.open_calls = 0
+        self.received = False
