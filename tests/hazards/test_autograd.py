@@ -145,6 +145,24 @@ def test_a_gradient_penalty_trains_as_without_sharding(
     compare(step_of=penalised, sharding_strategy=strategy, use_orig_params=use_orig_params)
 
 
+def penalised_twice(model: nn.Module, step: int) -> torch.Tensor:
+    x = inputs(step).requires_grad_()
+    output = model(x)
+    (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    loss = output.mean() + (gradient.norm(dim=1) - 1).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return loss.detach()
+
+
+@EACH_MODE
+@ranks(2)
+def test_a_gradient_penalty_may_go_backward_twice(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    compare(step_of=penalised_twice, sharding_strategy=strategy, use_orig_params=use_orig_params)
+
+
 @EACH_STRATEGY
 @ranks(2)
 def test_a_gradient_penalty_over_one_unit_trains_as_without_sharding(

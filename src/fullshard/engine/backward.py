@@ -43,6 +43,8 @@ class Backward:
         #: How many there have been: hooks and failures are told apart by it.
         self._number = 0
         self._creates_graph = False
+        #: Whether its graph is kept for another one.
+        self._keeps_graph = False
         self._since_pass = False
         self._breaking_off = threading.RLock()
         self._passed: list[tuple[Unit, bool]] = []
@@ -125,6 +127,7 @@ class Backward:
             self._residents.in_backward = True
             self._since_pass = True
             self._creates_graph = torch.is_grad_enabled()
+            self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
             self._number += 1
             self._cursor = len(self._passed)
             BackwardEnd(self._finish, functools.partial(self._break_off, self._number))
@@ -168,7 +171,7 @@ class Backward:
         if progress.active:
             # A backward inside its own forward, which still computes with the full parameters.
             return
-        if self._creates_graph:
+        if self._creates_graph or (self._keeps_graph and progress.pinned):
             # Gradients that are differentiated again reach the parameters by ways of their own.
             progress.pinned = True
             unit.show_sharded()
@@ -269,7 +272,7 @@ class Backward:
 
     def _end(self) -> None:
         self._residents.in_backward = False
-        self._residents.end_backward(self._creates_graph)
+        self._residents.end_backward(self._creates_graph, self._keeps_graph)
         self._lines.settle()
 
 

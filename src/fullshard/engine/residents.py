@@ -105,7 +105,7 @@ class Residents:
             # Its memory is what a pending backward will read.
             progress.outdated = progress.pinned
 
-    def end_backward(self, creates_graph: bool) -> None:
+    def end_backward(self, creates_graph: bool, keeps_graph: bool) -> None:
         """Shelve everything but what a following backward is promised."""
         for unit in self.all():
             progress = self.progress[unit]
@@ -114,7 +114,8 @@ class Residents:
             if progress.active:
                 # A backward inside a forward: the unit is needed until that ends.
                 continue
-            if creates_graph and not progress.prefetched:
+            pins = creates_graph or (keeps_graph and progress.pinned)
+            if pins and not progress.prefetched:
                 progress.pinned = True
                 unit.show_sharded()
             elif not progress.kept:
