@@ -21,7 +21,7 @@ from fullshard.testing import device
 WIDTH, UNITS = 512, 16
 UNIT = WIDTH * WIDTH * 4
 SMALL = 256 * 1024
-#: A little more than a fifth of sixteen MiB less one.
+#: Five fit into sixteen MiB, and leave a little less than one.
 SHARD = 3 * 2**20 + 2048
 
 on_a_gpu = pytest.mark.skipif(device().type == "cpu", reason="a CPU's host is never ahead of it")

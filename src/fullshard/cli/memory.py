@@ -126,8 +126,8 @@ class Prediction:
 
 def predict(units: Sequence[UnitSizes], moments: Sequence[Moment], facts: Facts) -> Prediction:
     """Follow one step and return its largest moment."""
-    walk = _Walk({unit.path: unit for unit in units}, facts)
-    walk.kept = _last_units(moments, facts.keeps_last)
+    kept = _last_units(moments, facts.keeps_last)
+    walk = _Walk({unit.path: unit for unit in units}, facts, kept)
     for moment in moments:
         walk.follow(moment)
     peak, when = max(walk.seen, key=lambda seen: seen[0].total)
@@ -142,14 +142,14 @@ class _Walk:
 
     units: dict[str, UnitSizes]
     facts: Facts
+    #: Units that are not freed between forward and backward.
+    kept: set[str]
     seen: list[tuple[Parts, str]] = field(default_factory=list)
     #: Units with full parameters, by path.
     gathered: dict[str, None] = field(default_factory=dict)
     #: Units in the order in which their forward ended, which backward follows in reverse.
     passed: list[str] = field(default_factory=list)
     owed: str | None = None
-    #: Units that are not freed between forward and backward.
-    kept: set[str] = field(default_factory=set)
     #: The unit whose gradients are staged, and the one whose are being reduced.
     pending: UnitSizes | None = None
     in_flight: UnitSizes | None = None

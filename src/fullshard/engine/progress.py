@@ -57,7 +57,8 @@ class Progress:
         self.awaits_backward = False
         #: Left gathered by a backward inside ``no_sync``: its content is still right.
         self.kept = False
-        #: What its parameters' versions were then, or when a host gathered it ahead in a forward.
+        #: What its parameters' versions were then; or, on a host, when a forward gathered it ahead
+        #: or left it gathered.
         self.versions: list[int] | None = None
         #: Left gathered by a backward with ``create_graph``, for the backward that follows.
         self.pinned = False

@@ -52,9 +52,13 @@ class Residents:
     def drop_outdated(self, unit: Unit) -> None:
         """Shelve a unit that awaits backward if its parameters were changed in the meantime."""
         progress = self.progress[unit]
-        may_go = progress.awaits_backward and not progress.pinned
-        if may_go and progress.versions not in (None, unit.versions()):
+        if progress.awaits_backward and not progress.pinned and self.was_changed(unit):
             self.shelve(unit)
+
+    def was_changed(self, unit: Unit) -> bool:
+        """Whether a unit's parameters were changed in place since their versions were noted."""
+        versions = self.progress[unit].versions
+        return versions is not None and versions != unit.versions()
 
     def drop_prefetched(self) -> None:
         """Shelve the units that were gathered on a guess and not used."""

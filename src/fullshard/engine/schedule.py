@@ -152,9 +152,7 @@ class Schedule:
         changed = unit.write_back()
         if unit.state is State.SHARDED or self._lines.runs_ahead or in_backward():
             return
-        if progress.versions is not None and progress.versions != unit.versions():
-            changed = True
-        if changed or progress.awaits_backward:
+        if changed or progress.awaits_backward or self._residents.was_changed(unit):
             if progress.pinned:
                 progress.outdated = True
             else:
