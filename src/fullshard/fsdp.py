@@ -203,6 +203,8 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under the names they have in the unwrapped model."""
+        if self._schedule is not None:
+            self._schedule.await_clean_up()
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             yield clean_tensor_name(name), parameter
 

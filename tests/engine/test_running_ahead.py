@@ -110,15 +110,8 @@ def test_without_the_limit_every_unit_gets_memory_of_its_own() -> None:
     assert peak >= (UNITS - 2) * UNIT, peak
 
 
-@on_a_gpu
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_the_first_units_gradients_take_no_memory_while_the_second_computes(
-    use_orig_params: bool,
-) -> None:
-    model = chain(use_orig_params=use_orig_params)
-    data = torch.ones(1, WIDTH, device=device())
-    model(data).sum().backward()
-    model.zero_grad()
+def memory_at_units(model: Any, data: torch.Tensor) -> list[int]:
+    """Bytes in use as a backward leaves each unit but the first."""
     in_use: list[int] = []
 
     def watch(_: Any, inputs: tuple[torch.Tensor]) -> None:
@@ -128,12 +121,39 @@ def test_the_first_units_gradients_take_no_memory_while_the_second_computes(
     for unit in model.module[1:]:
         unit.module.register_forward_pre_hook(watch)
     model(data).sum().backward()
+    return in_use
+
+
+@on_a_gpu
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_the_first_units_gradients_take_no_memory_while_the_second_computes(
+    use_orig_params: bool,
+) -> None:
+    model = chain(use_orig_params=use_orig_params)
+    data = torch.ones(1, WIDTH, device=device())
+    model(data).sum().backward()
+    model.zero_grad()
+
+    in_use = memory_at_units(model, data)
 
     # From the second on the buffer that they are reduced from is in use; shards of them stay.
     first, second, *others = in_use
     assert len(others) == UNITS - 3
     assert second >= first + UNIT, in_use
     assert max(others) < second + UNITS * UNIT // 8, in_use
+
+
+@on_a_gpu
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_what_is_added_to_gradients_is_not_kept_until_the_end(use_orig_params: bool) -> None:
+    model = chain(use_orig_params=use_orig_params)
+    data = torch.ones(1, WIDTH, device=device())
+    model(data).sum().backward()
+
+    _, second, *others = memory_at_units(model, data)
+
+    # As many shards of gradients as units would be UNITS * UNIT // 8.
+    assert max(others) <= second + UNIT // 8 + SMALL, (second, others)
 
 
 def taken_by_twelve(make: Callable[[int, torch.dtype], torch.Tensor]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -224,6 +225,44 @@ def test_gradients_of_earlier_backwards_survive_a_broken_one(strategy: ShardingS
     for name, parameter in model.named_parameters():
         if name in before and ("embed" in name or "blocks.0" in name):
             assert torch.equal(parameter.grad, before[name]), name
+
+
+@ranks(1)
+def test_parameters_are_asked_for_while_a_backward_that_raised_is_cleaned_up() -> None:
+    """As on a GPU, where a thread of autograd's does so when the user knows of it already."""
+    _, model = pair(position=2, sharding_strategy=ShardingStrategy.NO_SHARD)
+    train_step(model, 0)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    reached, go_on, raised = threading.Event(), threading.Event(), []
+
+    def stop(_: Any) -> None:
+        reached.set()
+        go_on.wait()
+        raise RuntimeError("trap in backward")
+
+    def run() -> None:
+        try:
+            output.sum().backward()
+        except RuntimeError:
+            raised.append(True)
+
+    model.blocks[1].module.up.register_forward_hook(
+        lambda _, __, out: out.register_hook(stop) and None
+    )
+    output = model(inputs(9))
+    thread = threading.Thread(target=run)
+    thread.start()
+    reached.wait()
+    threading.Timer(0.05, go_on.set).start()
+
+    found = dict(model.named_parameters())
+
+    assert all(parameter.is_leaf for parameter in found.values())
+    assert {name: parameter.shape for name, parameter in found.items()} == shapes
+    thread.join()
+    assert raised
+    model.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @EACH_STRATEGY

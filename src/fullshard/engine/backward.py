@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from ..api import BackwardPrefetch
-from .autograd import BackwardEnd
+from .autograd import BackwardEnd, in_backward
 from .comm_hook import settle_by_vote
 from .device import HostLines
 from .gradients import Gradients
@@ -26,6 +27,10 @@ from .reduction import Reduction
 from .residents import Residents
 from .unit import State, Unit
 
+#: Seconds for which a backward that has raised may still be cleaned up, by another thread.
+_PATIENCE = 0.5
+#: How long to leave the processor to that thread.
+_PAUSE = 1e-4
 #: Passes without a backward after which their order is no longer kept for prefetching.
 _PASSES_KEPT = 64
 
@@ -97,7 +102,7 @@ class Backward:
             _check_unchanged(unit)
         self._residents.drop_outdated(unit)
         self._residents.gather(unit, exact)
-        unit.show_full(tracked=True)
+        unit.show_full_again()
         if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch(unit)
 
@@ -252,6 +257,17 @@ class Backward:
     def break_off(self) -> None:
         """Clean up after the last backward, if it raised and nobody has yet."""
         self._break_off(self._number)
+
+    def await_clean_up(self) -> None:
+        """Return when what a backward that raised has left is cleaned up: see ``_break_off``.
+
+        One that another thread is in the middle of looks the same, and is not waited for for long.
+        """
+        if not self.is_running or in_backward():
+            return
+        deadline = time.monotonic() + _PATIENCE
+        while self.is_running and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
 
     def _break_off(self, number: int) -> None:
         """Clean up after one backward.

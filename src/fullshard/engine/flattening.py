@@ -76,9 +76,11 @@ def cuts(pieces: Sequence[Piece], shard_numel: int) -> tuple[list[int], list[tup
     position = 0
     for index, piece in enumerate(pieces):
         if piece.in_shard:
-            sizes.append(piece.offset - position)
+            if piece.offset > position:
+                sizes.append(piece.offset - position)
             positions.append((index, len(sizes)))
             sizes.append(piece.numel)
             position = piece.offset + piece.numel
-    sizes.append(shard_numel - position)
+    if shard_numel > position:
+        sizes.append(shard_numel - position)
     return sizes, positions

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from .buffers import ReduceBuffer
 from .collectives import Group, as_real
 from .device import lines_for
 from .flat_param import FlatParamHandle, check_shape
@@ -99,6 +100,7 @@ class Average(NamedTuple):
 def stage(handle: FlatParamHandle, gradients: Gradients) -> Staged:
     """Copy the gradients into a reduce buffer, casting on the way."""
     dtype = handle.dtypes.reduce
+    buffer: ReduceBuffer | None = None
     if handle.is_sharded:
         buffer = handle.reduce_buffer(dtype)
         buffer.allocate()
@@ -124,15 +126,11 @@ def stage(handle: FlatParamHandle, gradients: Gradients) -> Staged:
         absent = [index for index in absent if trainable[index]]
     _copy(places, present)
     if handle.use_orig_params and present:
-        _mark(handle, flat, pattern)
+        # All by a grid, which takes no memory of the device; on a host indices are faster.
+        by_grid = pattern is None and flat.device.type != "cpu"
+        if not (by_grid and buffer is not None and buffer.mark_all()):
+            handle.presence.mark(flat, pattern)
     return Staged(handle, flat, absent)
-
-
-def _mark(handle: FlatParamHandle, flat: torch.Tensor, pattern: tuple[bool, ...] | None) -> None:
-    # By a grid, which takes no memory of the device; on a host indices are faster.
-    by_grid = pattern is None and handle.is_sharded and flat.device.type != "cpu"
-    if not (by_grid and handle.reduce_buffer(flat.dtype).mark_all()):
-        handle.presence.mark(flat, pattern)
 
 
 def _copy(places: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
@@ -180,6 +178,14 @@ def start_reduce(staged: Staged, average: Average, unit: str) -> Reducing:
         total = flat
         await_sum = average.shards.start_all_reduce(flat, unit, mean=mean)
     return Reducing(staged, average, unit, total, await_sum)
+
+
+class Reduced(NamedTuple):
+    """A group's reduced gradients, and which of them this rank did not have itself."""
+
+    handle: FlatParamHandle
+    flat: torch.Tensor
+    absent: Sequence[int]
 
 
 class Maybe(NamedTuple):

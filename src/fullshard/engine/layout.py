@@ -14,6 +14,7 @@ tail that makes the buffer divisible by the number of ranks.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -90,12 +91,12 @@ class Layout:
             offset = _round_up(end, alignment)
         return cls(tuple(slots), end, world_size)
 
-    @property
+    @functools.cached_property
     def shard_numel(self) -> int:
         """Elements per rank, the tail's padding included."""
         return -(-self.numel // self.world_size)
 
-    @property
+    @functools.cached_property
     def padded_numel(self) -> int:
         return self.shard_numel * self.world_size
 

@@ -58,6 +58,10 @@ class Schedule:
         # What comes next may gather, and an optimizer may have just given compute its step.
         self._lines.gather_after_compute()
 
+    def await_clean_up(self) -> None:
+        """Return when a backward that raised has left nothing: parameters are the user's again."""
+        self._backward.await_clean_up()
+
     # -- on the user's word -------------------------------------------------------------------
 
     def unshard(self, unit: Unit) -> None:
