@@ -213,7 +213,8 @@ def test_summoning_leaves_nothing_behind() -> None:
         with watched_memory() as memory, FullyShardedDataParallel.summon_full_params(model):
             pass
 
-        assert sum(SIZES) <= memory.peak <= 2 * sum(SIZES) + SMALL
+        # The host's own bookkeeping may have become smaller by some bytes in the meantime.
+        assert sum(SIZES) - SMALL <= memory.peak <= 2 * sum(SIZES) + SMALL
         assert memory.left <= SMALL, memory.left
 
 

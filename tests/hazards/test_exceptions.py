@@ -256,6 +256,8 @@ def test_parameters_are_asked_for_while_a_backward_that_raised_is_cleaned_up() -
     threading.Timer(0.05, go_on.set).start()
 
     found = dict(model.named_parameters())
+    with FSDP.summon_full_params(model):
+        pass
 
     assert all(parameter.is_leaf for parameter in found.values())
     assert {name: parameter.shape for name, parameter in found.items()} == shapes

@@ -263,11 +263,14 @@ class Backward:
 
         One that another thread is in the middle of looks the same, and is not waited for for long.
         """
-        if not self.is_running or in_backward():
+        if in_backward():
             return
         deadline = time.monotonic() + _PATIENCE
         while self.is_running and time.monotonic() < deadline:
             time.sleep(_PAUSE)
+        # Until nobody is in the middle of it.
+        with self._breaking_off:
+            pass
 
     def _break_off(self, number: int) -> None:
         """Clean up after one backward.

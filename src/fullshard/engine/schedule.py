@@ -45,7 +45,8 @@ class Schedule:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no forward and no backward is running."""
+        """Whether no forward and no backward is running, nor one that raised being cleaned up."""
+        self.await_clean_up()
         return self._depth == 0 and not self._backward.is_running
 
     def rest(self, unit: Unit | None = None) -> None:
