@@ -5,9 +5,13 @@ number of ranks, beside the bare model and torch's FSDP1 and FSDP2.
 
 A chain of small units, of which each adds its parameters to its input, so that a step's time is
 the host's; one process plays a rank over collectives that cost nothing (groups.py). Each row has a
-process of its own; rows take turns, point by point. "set-up ms" is the wrapping of a model that is
-there; "first ms" the first step, which learns the order; "step ms" the median of those that
-follow. A sweep is linear or better if its last points grow by no more than the size does.
+process of its own; rows take turns, point by point and round by round, except that what took a row
+very long is not repeated. Columns, the fastest of all rounds, because whatever else a machine does
+only adds to it: "set-up ms", the wrapping of a model that is there; "first ms", the first step,
+which learns the order, less "collector ms", the most that Python's garbage collector took in it
+(one full collection takes as long as the program is large, and comes when it likes); "step ms",
+those that follow. A sweep is linear or better if its last points grow by no more than the size
+does.
 """
 
 from __future__ import annotations
@@ -16,7 +20,6 @@ import argparse
 import dataclasses
 import gc
 import json
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -30,10 +33,12 @@ from torch import nn
 from workers import Worker
 
 ROWS = ["bare", "FSDP1", "FSDP2", "fullshard"]
-COLUMNS = ["set-up ms", "first ms", "step ms"]
+COLUMNS = ["set-up ms", "first ms", "step ms", "collector ms"]
 WIDTH = 64
 #: What the last two points of a sweep may grow by, more than their sizes, before it counts.
 NOISE = 1.25
+#: Milliseconds at a point after which a row is not measured there again.
+_LONG = 5_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +78,29 @@ class Chain(nn.Module):
         return self.links(x).square().mean()
 
 
+class Collector:
+    """The milliseconds that Python's garbage collector has taken."""
+
+    def __init__(self) -> None:
+        self.taken = 0.0
+        self._started = 0.0
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, _: dict[str, int]) -> None:
+        now = 1e3 * time.perf_counter()
+        if phase == "start":
+            self._started = now
+        else:
+            self.taken += now - self._started
+
+
 class Contestant:
     """One row in this process; every point has a model and a group of its own."""
 
     def __init__(self, row: str, device: str, steps: int) -> None:
         self.row, self.steps = row, steps
         self.device = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+        self.collector = Collector()
         # What is imported and loaded at the first use is not the first point's.
         self.measure(Point(units=2))
 
@@ -98,9 +120,9 @@ class Contestant:
         setting = Setting(Link, torch.float32)
         started = self._now()
         training = Training(self.row, model, batch, setting)
-        wrapped = self._now()
+        wrapped, collected = self._now(), self.collector.taken
         training.step()
-        stepped = self._now()
+        stepped, collected = self._now(), self.collector.taken - collected
         training.step()
         times = []
         for _ in range(self.steps):
@@ -109,8 +131,9 @@ class Contestant:
             times.append(self._now() - before)
         return {
             "set-up ms": wrapped - started,
-            "first ms": stepped - wrapped,
-            "step ms": statistics.median(times),
+            "first ms": stepped - wrapped - collected,
+            "step ms": min(times),
+            "collector ms": collected,
         }
 
     def _now(self) -> float:
@@ -119,27 +142,45 @@ class Contestant:
         return 1e3 * time.perf_counter()
 
 
-def sweep(name: str, sizes: list[int], workers: dict[str, Worker]) -> dict[str, Any]:
+#: What a row measured at each size, one entry a round.
+Found = dict[int, list[dict[str, float]]]
+
+
+def sweep(name: str, sizes: list[int], workers: dict[str, Worker], rounds: int) -> dict[str, Any]:
     """Measure all rows at all points of one sweep."""
-    table: dict[str, dict[str, list[float]]] = {}
+    found: dict[str, Found] = {row: {size: [] for size in sizes} for row in workers}
     skipped: dict[str, str] = {}
-    for size in sizes:
-        for row, worker in workers.items():
-            if row in skipped:
-                continue
-            answer = worker.ask("measure", Point(**{name: size}))
-            if "skipped" in answer:
-                skipped[row] = answer["skipped"]
-                table.pop(row, None)
-                continue
-            for column, value in answer.items():
-                table.setdefault(row, {}).setdefault(column, []).append(value)
+    for _ in range(rounds):
+        for size in sizes:
+            for row, worker in workers.items():
+                if row in skipped or _took_long(found[row][size]):
+                    continue
+                answer = worker.ask("measure", Point(**{name: size}))
+                if "skipped" in answer:
+                    skipped[row] = answer["skipped"]
+                else:
+                    found[row][size].append(answer)
+    table = {row: _best(found[row]) for row in workers if row not in skipped}
     return {
         "sweep": name,
         "sizes": sizes,
+        "rounds": rounds,
         "rows": table,
         "skipped": skipped,
         "bars": judge(sizes, table.get("fullshard", {})),
+    }
+
+
+def _took_long(measured: list[dict[str, float]]) -> bool:
+    return bool(measured) and sum(measured[-1].values()) > _LONG
+
+
+def _best(found: Found) -> dict[str, list[float]]:
+    """What is shown of each column, at each size."""
+    choose = {column: max if column == "collector ms" else min for column in COLUMNS}
+    return {
+        column: [choose[column](point[column] for point in rounds) for rounds in found.values()]
+        for column in COLUMNS
     }
 
 
@@ -148,8 +189,9 @@ def judge(sizes: list[int], values: dict[str, list[float]]) -> list[dict[str, An
     if len(sizes) < 2:
         return []
     verdicts = []
-    for column, times in values.items():
-        ratio = (times[-1] / times[-2]) / (sizes[-1] / sizes[-2])
+    for column in ("set-up ms", "first ms", "step ms"):
+        smaller, larger = values[column][-2:]
+        ratio = (larger / smaller) / (sizes[-1] / sizes[-2])
         verdicts.append(
             {
                 "row": "fullshard",
@@ -186,6 +228,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, nargs="*", default=sizes)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the results to this file, too")
     given = parser.parse_args()
@@ -194,7 +237,7 @@ def main() -> None:
     for name in SWEEPS:
         sizes = getattr(given, name)
         if sizes:
-            results.append(sweep(name, sizes, workers))
+            results.append(sweep(name, sizes, workers, given.rounds))
             show(results[-1])
     for worker in workers.values():
         worker.close()

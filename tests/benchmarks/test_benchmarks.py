@@ -18,7 +18,10 @@ PROGRAMS: dict[str, list[str]] = {
     "cpu_collectives": ["--ranks", "2", "--model", "toy", "--rounds", "2", "--steps", "1"],
     "profile_step": ["--case", "toy@8", "--steps", "2"],
     "overlap": ["--case", "toy@8", "--bandwidths", "0.01", "--rounds", "1", "--steps", "2"],
-    "growth": ["--units", "2", "4", "--parameters", "1", "2", "--ranks", "8", "16", "--steps", "1"],
+    "growth": [
+        *("--units", "2", "4", "--parameters", "1", "2", "--ranks", "8", "16"),
+        *("--rounds", "2", "--steps", "1"),
+    ],
 }
 ROWS = {
     "step": ["bare", "FSDP1", "FSDP2", "fullshard"],
@@ -145,9 +148,11 @@ def test_growth_has_a_time_for_every_size_and_row(results: Any) -> None:
     for sweep in written["sweeps"]:
         assert set(sweep["rows"]) == {"bare", "fullshard"}
         for values in sweep["rows"].values():
-            for times in values.values():
+            for column, times in values.items():
                 assert len(times) == len(sweep["sizes"])
-                assert all(math.isfinite(time) and time > 0 for time in times)
+                assert all(map(math.isfinite, times))
+                # The garbage collector may have had nothing to do.
+                assert min(times) > 0 or column == "collector ms"
 
 
 def test_pictures_are_drawn_from_what_was_written(results: Any, tmp_path: Path) -> None:
