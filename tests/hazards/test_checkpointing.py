@@ -240,6 +240,38 @@ def test_one_unit_under_two_checkpoints_in_one_step(
 
 
 @EACH_STRATEGY
+@EACH_KIND
+@ranks(2)
+def test_a_forward_of_frozen_parameters_between_a_forward_and_its_backward(
+    reentrant: bool, strategy: ShardingStrategy
+) -> None:
+    """As of a discriminator that is trained, and then judges for a generator."""
+    kind = InsideReentrant if reentrant else InsideBlock
+    bare = build(lambda: nn.Sequential(nn.Linear(5, WIDTH), kind(), kind()))
+    model = FSDP(
+        copy.deepcopy(bare),
+        sharding_strategy=strategy,
+        auto_wrap_policy=policy,
+        use_orig_params=True,
+    )
+
+    for step in range(2):
+        for each in (bare, model):
+            parameters = list(each.parameters())
+            loss = each(inputs(step)).square().sum()
+            for parameter in parameters:
+                parameter.requires_grad_(False)
+            each(inputs(step + 10).requires_grad_()).sum()
+            for parameter in parameters:
+                parameter.requires_grad_(True)
+            loss.backward()
+        average_gradients(bare)
+        assert_same_gradients(bare, model)
+        for each in (bare, model):
+            each.zero_grad()
+
+
+@EACH_STRATEGY
 @ranks(2)
 def test_selective_checkpointing(strategy: ShardingStrategy) -> None:
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts

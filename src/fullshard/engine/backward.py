@@ -102,7 +102,7 @@ class Backward:
             _check_unchanged(unit)
         self._residents.drop_outdated(unit)
         self._residents.gather(unit, exact)
-        unit.show_full_again()
+        unit.show_full(tracked=True)
         if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch(unit)
 

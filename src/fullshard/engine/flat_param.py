@@ -6,7 +6,6 @@ communicates: it offers the buffers that a unit hands to the collectives.
 
 from __future__ import annotations
 
-import itertools
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +30,6 @@ _FSDP_USE_FULL_PREC_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 HandleShardingStrategy = ShardingStrategy
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
-_GRADIENT = operator.attrgetter("grad")
 
 
 class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
@@ -421,12 +419,6 @@ class FlatParamHandle:
     def keeps_local_gradients(self) -> bool:
         """Whether there are unreduced gradients: the user may have cleared them since."""
         return self.local_gradients and any(p.grad is not None for p in self.watched)
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether there are gradients that others will be added to."""
-        gradients = map(_GRADIENT, self.watched)
-        return any(map(operator.is_not, gradients, itertools.repeat(None)))
 
     @property
     def trainable(self) -> tuple[bool, ...]:

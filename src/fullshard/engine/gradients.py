@@ -180,14 +180,6 @@ def start_reduce(staged: Staged, average: Average, unit: str) -> Reducing:
     return Reducing(staged, average, unit, total, await_sum)
 
 
-class Reduced(NamedTuple):
-    """A group's reduced gradients, and which of them this rank did not have itself."""
-
-    handle: FlatParamHandle
-    flat: torch.Tensor
-    absent: Sequence[int]
-
-
 class Maybe(NamedTuple):
     """A reduced gradient that is all negative zero if no rank used the parameter."""
 

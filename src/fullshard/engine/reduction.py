@@ -38,8 +38,6 @@ class Reduction:
         self._reducing: list[flow.Staged | flow.Own] = []
         #: What is reduced behind what is computed.
         self._in_flight: list[flow.Reducing] = []
-        #: What an accelerator has reduced, or will have when compute needs it.
-        self._arrived: list[flow.Reduced] = []
         self._undecided: list[flow.Maybe] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -139,13 +137,10 @@ class Reduction:
         """Put what :meth:`start` began to reduce where the optimizer looks."""
         # One by one: those that follow one that raises are still to be waited for.
         while self._in_flight:
-            self._undecided += flow.deliver(*self._finish_next())
-
-    def _finish_next(self) -> flow.Reduced:
-        reducing = self._in_flight.pop(0)
-        staged, reduced = reducing.staged, reducing.finish()
-        staged.release()
-        return flow.Reduced(staged.handle, reduced, staged.absent)
+            reducing = self._in_flight.pop(0)
+            staged, reduced = reducing.staged, reducing.finish()
+            staged.release()
+            self._undecided += flow.deliver(staged.handle, reduced, staged.absent)
 
     # -- on an accelerator --------------------------------------------------------------------
 
@@ -173,21 +168,12 @@ class Reduction:
                 lines.release_after_reduces(item)
 
     def take_in(self) -> None:
-        """Order compute behind what was given out, and free what it was reduced from.
-
-        Parameters get their gradients at the end of the backward, all in a row: each on its own,
-        between what autograd does, they take the host several times as long. But what is added to
-        gradients that are there is not kept until then.
-        """
-        if not self._in_flight:
+        """Order compute behind what was given out, and free what it was reduced from."""
+        if self._in_flight:
+            self.finish()
+        else:
             self._unit.lines.compute_after_reduces()
             self.free_buffers()
-        while self._in_flight:
-            reduced = self._finish_next()
-            if reduced.handle.has_gradients:
-                self._undecided += flow.deliver(*reduced)
-            else:
-                self._arrived.append(reduced)
 
     @property
     def _is_one_collective(self) -> bool:
@@ -209,10 +195,7 @@ class Reduction:
     # -- the end of a backward ----------------------------------------------------------------
 
     def settle(self) -> None:
-        """Put in place what has arrived, and decide on gradients that only others may have."""
-        arrived, self._arrived = self._arrived, []
-        for reduced in arrived:
-            self._undecided += flow.deliver(*reduced)
+        """Decide on gradients that only other ranks may have."""
         undecided, self._undecided = self._undecided, []
         flow.settle(undecided)
 
@@ -241,7 +224,6 @@ class Reduction:
                 reducing.staged.release()
         for item in (*self._staged, *self._reducing):
             item.release()
-        self._staged, self._reducing, self._arrived = [], [], []
-        self._undecided, self.ballots = [], []
+        self._staged, self._reducing, self._undecided, self.ballots = [], [], [], []
         for handle in self._unit.handles:
             handle.received = []

@@ -45,8 +45,7 @@ class Schedule:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no forward and no backward is running, nor one that raised being cleaned up."""
-        self.await_clean_up()
+        """Whether no forward and no backward is running."""
         return self._depth == 0 and not self._backward.is_running
 
     def rest(self, unit: Unit | None = None) -> None:
@@ -60,8 +59,13 @@ class Schedule:
         self._lines.gather_after_compute()
 
     def await_clean_up(self) -> None:
-        """Return when a backward that raised has left nothing: parameters are the user's again."""
+        """Return when what a backward that raised has left is cleaned up."""
         self._backward.await_clean_up()
+
+    def comes_to_rest(self) -> bool:
+        """Whether it is idle, once a backward that raised is cleaned up."""
+        self.await_clean_up()
+        return self.is_idle
 
     # -- on the user's word -------------------------------------------------------------------
 
@@ -69,7 +73,7 @@ class Schedule:
         """Begin to gather a unit ahead of its use; inside a pass, as prefetching would."""
         if unit.summoned:
             return
-        if not self.is_idle:
+        if not self.comes_to_rest():
             self._prefetch(unit, exact=False)
             return
         self._backward.break_off()
@@ -95,6 +99,7 @@ class Schedule:
 
     def reshard(self, unit: Unit) -> None:
         """Give a unit's full parameters back; what was done to them since is kept."""
+        self.await_clean_up()
         progress = self._progress[unit]
         if unit.summoned or progress.active or progress.task is not None:
             raise RuntimeError(

@@ -60,7 +60,7 @@ class UnitOptions:
     def keeps_full_after_forward(self) -> bool:
         return self.strategy in KEEPING_STRATEGIES
 
-    @property
+    @functools.cached_property
     def is_hybrid(self) -> bool:
         return self.strategy in HYBRID_STRATEGIES
 
@@ -117,8 +117,6 @@ class Unit:
         #: Whether some of the full parameters that were last tracked are frozen.
         self.is_mixed = False
         self._nodes: dict[Any, _Tracked] = {}
-        #: Those of the last forward in compute precision (False) and in the shards' own (True).
-        self._latest: dict[bool, _Tracked] = {}
         self._changes: list[int] = []
         #: The full parameters in place, one list per group.
         self._shown: list[list[torch.Tensor]] = []
@@ -132,7 +130,6 @@ class Unit:
             "_gathers": [],
             "gathered": [],
             "_nodes": {},
-            "_latest": {},
             "_changes": [],
             "_shown": [],
         }
@@ -173,7 +170,6 @@ class Unit:
     def forget_views(self) -> None:
         """Drop what was derived from buffers that no longer exist."""
         self._nodes.clear()
-        self._latest.clear()
 
     # -- gathering ----------------------------------------------------------------------------
 
@@ -265,14 +261,7 @@ class Unit:
 
     def show_full(self, tracked: bool) -> None:
         """Put full parameters in place; ``tracked`` ones lead autograd to the unit's reduce."""
-        self._show(self._tracked() if tracked else [buffer.shown for buffer in self.gathered])
-
-    def show_full_again(self) -> None:
-        """Put in place, for backward, the tracked ones that the last forward computed with."""
-        known = self._latest.get(self.exact)
-        self._show(self._tracked() if known is None else known.tensors)
-
-    def _show(self, tensors: list[list[torch.Tensor]]) -> None:
+        tensors = self._tracked() if tracked else [buffer.shown for buffer in self.gathered]
         for handle, full in zip(self.handles, tensors, strict=True):
             handle.show(full)
         self.shows_full, self._shown = True, tensors
@@ -344,7 +333,6 @@ class Unit:
         known = self._nodes.get(key)
         if known is None:
             known = self._nodes[key] = self._make_node(trainable)
-        self._latest[self.exact] = known
         self.is_mixed = known.is_mixed
         return known.tensors
 

@@ -263,7 +263,7 @@ def _check(
             stacklevel=4,
         )
     for unit, schedule in units:
-        if schedule is not None and not schedule.is_idle:
+        if schedule is not None and not schedule.comes_to_rest():
             raise AssertionError(
                 "Cannot manually unshard parameters during forward/backward "
                 f"(unit {unit.name!r} is in the middle of a step)"
