@@ -22,7 +22,7 @@ from .autograd import BackwardEnd, in_backward
 from .comm_hook import settle_by_vote
 from .device import HostLines
 from .gradients import Gradients
-from .progress import Call
+from .progress import Call, Progress
 from .reduction import Reduction
 from .residents import Residents
 from .unit import State, Unit
@@ -176,7 +176,7 @@ class Backward:
         if progress.active:
             # A backward inside its own forward, which still computes with the full parameters.
             return
-        if self._creates_graph or (self._keeps_graph and progress.pinned):
+        if self._pins(progress):
             # Gradients that are differentiated again reach the parameters by ways of their own.
             progress.pinned = True
             unit.show_sharded()
@@ -185,6 +185,10 @@ class Backward:
             unit.show_sharded()
         else:
             self._residents.shelve(unit)
+
+    def _pins(self, progress: Progress) -> bool:
+        """Whether a backward that follows needs the full parameters in the memory they are in."""
+        return self._creates_graph or (self._keeps_graph and progress.pinned)
 
     def _carry_out_reduce(self) -> None:
         """Reduce what the last unit staged; on an accelerator, take in what it was reduced to.
@@ -291,7 +295,7 @@ class Backward:
 
     def _end(self) -> None:
         self._residents.in_backward = False
-        self._residents.end_backward(self._creates_graph, self._keeps_graph)
+        self._residents.end_backward(self._pins)
         self._lines.settle()
 
 

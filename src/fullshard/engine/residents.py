@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..api import BackwardPrefetch
 from .progress import Progress
@@ -109,8 +109,8 @@ class Residents:
             # Its memory is what a pending backward will read.
             progress.outdated = progress.pinned
 
-    def end_backward(self, creates_graph: bool, keeps_graph: bool) -> None:
-        """Shelve everything but what a following backward is promised."""
+    def end_backward(self, pins: Callable[[Progress], bool]) -> None:
+        """Shelve everything but what a following backward is promised, which ``pins`` tells."""
         for unit in self.all():
             progress = self.progress[unit]
             progress.close()
@@ -118,8 +118,7 @@ class Residents:
             if progress.active:
                 # A backward inside a forward: the unit is needed until that ends.
                 continue
-            pins = creates_graph or (keeps_graph and progress.pinned)
-            if pins and not progress.prefetched:
+            if pins(progress) and not progress.prefetched:
                 progress.pinned = True
                 unit.show_sharded()
             elif not progress.kept:

@@ -225,10 +225,10 @@ class Schedule:
             return False
         if unit.options.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
             return False
-        position = len(self._order) - 1
-        following = self._previous_order[position:]
-        is_as_before = self._order[position] is unit and following[:1] == [unit]
-        return is_as_before and len(following) <= 2 and unit not in following[1:]
+        position, previous = len(self._order) - 1, self._previous_order
+        if self._order[position] is not unit or not 0 < len(previous) - position <= 2:
+            return False
+        return previous[position] is unit and unit not in previous[position + 1 :]
 
     def _hook_outputs(self, outputs: Sequence[torch.Tensor], hook: Callable[[Any], None]) -> None:
         """Have ``hook`` called when a gradient reaches one of ``outputs``.
