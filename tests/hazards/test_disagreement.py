@@ -276,10 +276,10 @@ def test_ranks_that_wait_for_long_say_once_for_whom(known: bool) -> None:
     if known:  # They wait for a collective; else in the store.
         step(model)
 
-    with patience(0.2, tell_after=0.5), warnings.catch_warnings(record=True) as caught:
+    with patience(0.2, tell_after=1.0), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if dist.get_rank() == 2:
-            time.sleep(2)
+            time.sleep(2.5)
         step(model)
 
     told = [str(warning.message) for warning in caught if "has waited" in str(warning.message)]

@@ -5,6 +5,7 @@ The backend of these tests is gloo, whose collectives do block; the agreement is
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -17,16 +18,16 @@ from fullshard.testing import ranks
 GATHERS = [Operation("gather", f"layers.{index}", 10 + index) for index in range(3)]
 
 
-def agreement_with_answers() -> Agreement:
+def agreement_with_answers() -> tuple[Agreement, threading.Thread]:
     group = dist.new_group()
     _, store = dist.distributed_c10d._world.pg_map[group]
     agreement = Agreement(store, dist.get_rank(), dist.get_world_size())
-    answer_in_background(agreement, group)
+    answers = answer_in_background(agreement, group)
     for _ in range(2):
         begin(agreement)
         for operation in GATHERS:
             agreement.settle(operation)
-    return agreement
+    return agreement, answers
 
 
 def begin(agreement: Agreement) -> None:
@@ -35,22 +36,21 @@ def begin(agreement: Agreement) -> None:
 
 @ranks(2)
 def test_a_rank_that_runs_ahead_raises_at_its_next_operation() -> None:
-    agreement = agreement_with_answers()
+    agreement, answers = agreement_with_answers()
     begin(agreement)
-    started = time.monotonic()
     named = r"rank 0: .*'layers\.0'.*rank 1: .*'layers\.2'"
     if dist.get_rank() == 0:
-        # As known: starts without asking, then computes for as long as the others wait.
+        # As known: starts without asking, then computes until it has answered the other.
         agreement.settle(GATHERS[0])
-        time.sleep(4.5)
+        answers.join(timeout=20)
+        assert not answers.is_alive()
     with pytest.raises(RanksDisagreeError, match=named):
         agreement.settle(GATHERS[1 if dist.get_rank() == 0 else 2])
-    assert time.monotonic() - started < 10
 
 
 @ranks(3)
 def test_a_rank_that_computes_for_long_is_waited_for() -> None:
-    agreement = agreement_with_answers()
+    agreement, _ = agreement_with_answers()
     begin(agreement)
     if dist.get_rank() == 0:
         time.sleep(3)

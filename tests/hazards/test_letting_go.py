@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,6 +17,17 @@ from fullshard.engine.started import Started
 from fullshard.testing import ranks, run_on_ranks
 
 
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """Tell what lets go late, on a machine that is busy, from what never does."""
+    before = started._PATIENCE
+    started._PATIENCE = seconds
+    try:
+        yield
+    finally:
+        started._PATIENCE = before
+
+
 @ranks(2)
 def test_gloo_holds_nothing_that_was_waited_for() -> None:
     group = group_for(dist.group.WORLD)
@@ -23,7 +35,8 @@ def test_gloo_holds_nothing_that_was_waited_for() -> None:
         gathers = group.gather([torch.empty(1 << 16)], [torch.rand(1 << 15)], "unit")
         given = [tensor for operation in gathers for tensor in operation._tensors]
         assert given
-        group.wait(*gathers)
+        with patience(20):
+            group.wait(*gathers)
         assert [tensor._use_count() for tensor in given] == [1] * len(given)
 
 
@@ -34,7 +47,8 @@ def test_a_sum_holds_nothing_either() -> None:
         full = torch.rand(1 << 16)
         finish = group.start_reduce_scatter(torch.empty(1 << 15), full, "unit")
         given = list(finish.args[0]._tensors)
-        finish()
+        with patience(20):
+            finish()
         assert [tensor._use_count() for tensor in given] == [1, 1]
 
 
@@ -50,7 +64,8 @@ def test_a_thread_that_still_holds_a_tensor_is_waited_for() -> None:
 
     thread = threading.Thread(target=release)
     thread.start()
-    Started(None, [tensor]).finish()
+    with patience(20):
+        Started(None, [tensor]).finish()
     assert released
     thread.join()
 
@@ -88,9 +103,10 @@ def time_every_operation() -> None:
     ]
     for operation in operations:
         operation()  # The ranks meet here once, in the store.
-    for operation in operations:
-        fastest = min(_seconds(operation) for _ in range(5))
-        assert fastest < started._PATIENCE / 2
+    with patience(2):
+        for operation in operations:
+            fastest = min(_seconds(operation) for _ in range(5))
+            assert fastest < started._PATIENCE / 2
     assert views[0]._base is whole
 
 

@@ -172,9 +172,10 @@ class Agreement:
 
     def _look(self, waited: float, pending: Operation | None = None) -> None:
         """Post where this rank is, read where the others are, raise what they disagree on."""
-        self._ask()
         history = [*self._recent] if pending is None else [*self._recent, (self._count, pending)]
         finding = self._compare(history)
+        # Asked for after this rank has posted: who answers finds the post, and is done.
+        self._ask()
         if finding is not None:
             self._announce()
             raise RanksDisagreeError(finding)
