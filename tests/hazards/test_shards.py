@@ -290,10 +290,11 @@ def test_a_destroyed_process_group_goes_with_the_last_model_that_used_it() -> No
     assert gone() is None
 
 
-@EACH_MODE
+@EACH_STRATEGY
+@pytest.mark.parametrize("use_orig_params", [False, True])
 @ranks(2)
 def test_a_model_that_was_trained_leaves_nothing_behind_when_it_goes(
-    strategy: ShardingStrategy, use_orig_params: bool
+    use_orig_params: bool, strategy: ShardingStrategy
 ) -> None:
     model = FSDP(
         build(Net),

@@ -15,7 +15,8 @@ class Call:
 
     def __init__(self) -> None:
         self.reached_in = -1
-        #: The hooks on inputs that may outlive the graph of this forward: they go with it.
+        #: The hooks on inputs, which may outlive the graph of this forward (leaves, and parameters
+        #: of other units, do): the hooks go with it.
         self.asking: Any = None
 
     def __del__(self) -> None:

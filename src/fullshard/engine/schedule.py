@@ -174,8 +174,8 @@ class Schedule:
         if progress.active > 1 or progress.task is not None or unit.summoned:
             return output
         outputs = list_tensors(output)
-        if unit.handles and any(unit.lends(tensor) for tensor in outputs):
-            output = replace_tensors(output, lambda t: t.clone() if unit.lends(t) else t)
+        if unit.handles and any(unit.lends(t) or unit.hands_out(t) for t in outputs):
+            output = replace_tensors(output, functools.partial(_given_away, unit))
             outputs = list_tensors(output)
         # No gradient comes into the unit by a leaf, which is an input that passed through.
         tracked = [tensor for tensor in outputs if tensor.grad_fn is not None]
@@ -360,9 +360,14 @@ class Schedule:
         # The outputs' hooks hold the call, and so it lasts as long as the forward's graph.
         hook = functools.partial(self._backward.on_input_gradients, unit, weakref.ref(call))
         if len(tensors) == 1:
-            asking: Any = tensors[0].register_hook(hook)
+            call.asking = tensors[0].register_hook(hook)
         else:
-            asking = torch.autograd.graph.register_multi_grad_hook(tensors, hook)
-        if any(tensor.is_leaf for tensor in tensors):
-            call.asking = asking
+            call.asking = torch.autograd.graph.register_multi_grad_hook(tensors, hook)
         return call
+
+
+def _given_away(unit: Unit, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as a forward may return it: a tensor of its own if it is a parameter."""
+    if unit.lends(tensor):
+        return tensor.clone()
+    return tensor.view_as(tensor) if unit.hands_out(tensor) else tensor

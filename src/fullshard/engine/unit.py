@@ -283,9 +283,19 @@ class Unit:
         """Whether ``tensor`` lies in memory that goes when the full parameters go."""
         return any(buffer.holds(tensor) for buffer in self.gathered)
 
+    def hands_out(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is one of the full parameters as autograd knows them.
+
+        They are there for all forwards: what is hung on one must not be left there by each.
+        """
+        node = tensor.grad_fn
+        return node is not None and any(
+            known.node is not None and known.node.node is node for known in self._nodes.values()
+        )
+
     def made(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` may lead autograd into this unit, and is not a parameter of it."""
-        return tensor.grad_fn is not None and not self.lends(tensor)
+        return tensor.grad_fn is not None and not (self.lends(tensor) or self.hands_out(tensor))
 
     def remember_values(self) -> None:
         """Note how often the full parameters, which stay in place, have been changed by now."""

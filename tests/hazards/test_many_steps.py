@@ -1,0 +1,150 @@
+"""However many steps a model has taken, nothing is left of them.
+
+What each step leaves, all later ones look at, call or keep: a program gets slower and larger.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.original.training import STRATEGIES, WIDTH, Block, Net, build, inputs
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import MixedPrecision, ShardingStrategy
+from fullshard.engine.agreement import SWITCH
+from fullshard.testing import device, ranks
+from fullshard.wrap import ModuleWrapPolicy
+
+STEPS = 8
+
+
+class Giving(Block):
+    """Returns a parameter, and keeps aside what leads into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        self.aside = self.scale.sum()
+        return super().forward(x), self.scale
+
+
+class Taking(Block):
+    """Is given a parameter of another unit."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) * scale
+
+
+class Exchanging(nn.Module):
+    """Parameters leave their units: returned, kept aside, and given to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.embed, self.head = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3)
+        self.giving, self.taking = Giving(), Taking()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, scale = self.giving(self.embed(x))
+        x = self.taking(self.taking(x, scale), self.scale)
+        return self.head(x) + self.giving.aside
+
+
+class Checkpointed(Net):
+    """Blocks that are computed again in backward."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.head(x)
+
+
+def with_frozen_parts(make: Callable[[], nn.Module]) -> nn.Module:
+    """Blocks whose inputs tell when their backward is over: the last gradient may be a frozen's."""
+    module = make()
+    for block in filter(lambda each: isinstance(each, Block), module.modules()):
+        block.up.requires_grad_(False)
+    return module
+
+
+def step(model: FSDP, number: int) -> None:
+    """Everything that programs do in a step."""
+    with model.no_sync():
+        model(inputs(number)).square().mean().backward()
+    (model(inputs(number)) + model(inputs(number + 1))).square().mean().backward()
+    with torch.no_grad():
+        model(inputs(number))
+    # A forward that no backward follows.
+    model(inputs(number))
+    model.clip_grad_norm_(1.0)
+    model.zero_grad()
+
+
+def objects() -> Counter[str]:
+    """How many objects of each type there are."""
+    gc.collect()
+    return Counter(
+        f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects()
+    )
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Net,
+    "exchanging": Exchanging,
+    "checkpointed": functools.partial(Checkpointed, use_reentrant=False),
+    "reentrant": functools.partial(Checkpointed, use_reentrant=True),
+}
+#: Strategy, original parameters, frozen parts (which need the former), low precision.
+MODES = [(s, orig, False, False) for s, orig in itertools.product(STRATEGIES, [False, True])]
+MODES += [(s, True, True, False) for s in STRATEGIES]
+MODES += [(s, True, False, True) for s in STRATEGIES]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("strategy", "use_orig_params", "frozen_parts", "low_precision"), MODES)
+@ranks(2)
+def test_steps_leave_nothing_behind(
+    strategy: ShardingStrategy,
+    use_orig_params: bool,
+    frozen_parts: bool,
+    low_precision: bool,
+    kind: str,
+) -> None:
+    os.environ[SWITCH] = "0"  # What ranks remember to compare themselves by is bounded, but large.
+    make = MODELS[kind]
+    model = FSDP(
+        build(functools.partial(with_frozen_parts, make) if frozen_parts else make),
+        process_group=dist.new_group(),
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=MixedPrecision(torch.bfloat16) if low_precision else None,
+        device_id=device() if device().type == "cuda" else None,
+    )
+    for number in range(4):
+        step(model, number)
+    objects()  # Leaves something itself, once.
+    before = objects()
+
+    for number in range(STEPS):
+        step(model, number)
+
+    grown = objects() - before
+    assert not {kind: count for kind, count in grown.items() if count >= STEPS}
