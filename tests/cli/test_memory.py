@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -175,8 +174,6 @@ def measure(options: Options) -> int:
     for step in (1, 2):
         run_step(model, optimizer, text, options, step, device())
     peaks = []
-    # What is collected before every measured step is what the step before it left, and not torch.
-    gc.freeze()
     # Threads of gloo may hold memory for a moment longer: the least of three steps counts.
     for step in (3, 4, 5):
         state = [t for entry in optimizer.state.values() for t in entry.values()]
@@ -184,7 +181,6 @@ def measure(options: Options) -> int:
             run_step(model, optimizer, text, options, step, device())
         assert measured.peak is not None
         peaks.append(measured.peak)
-    gc.unfreeze()
     return min(peaks)
 
 

@@ -25,7 +25,7 @@ from fullshard.engine.agreement import SWITCH
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 
-STEPS = 8
+STEPS = 5
 
 
 class Giving(Block):
@@ -138,7 +138,7 @@ def test_steps_leave_nothing_behind(
         mixed_precision=MixedPrecision(torch.bfloat16) if low_precision else None,
         device_id=device() if device().type == "cuda" else None,
     )
-    for number in range(4):
+    for number in range(3):
         step(model, number)
     objects()  # Leaves something itself, once.
     before = objects()
@@ -147,4 +147,7 @@ def test_steps_leave_nothing_behind(
         step(model, number)
 
     grown = objects() - before
+    if kind == "exchanging":
+        # What it keeps for the user to use holds the graph, and so the model.
+        model.giving.module.aside = None
     assert not {kind: count for kind, count in grown.items() if count >= STEPS}

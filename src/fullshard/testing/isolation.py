@@ -71,6 +71,22 @@ def destroy_extra_groups() -> None:
         gc.collect()
 
 
+_modules_kept = 0
+
+
+def keep_imports() -> None:
+    """Have the garbage collector leave alone what earlier runs imported: it is there for good.
+
+    Collections are frequent in tests of what is left behind, and would look at all of it.
+    Only to be called when nothing but modules is left of those runs.
+    """
+    global _modules_kept
+    if len(sys.modules) != _modules_kept:
+        _modules_kept = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
 def group_state(original: dist.ProcessGroup) -> tuple[int, int] | None:
     """What has to agree between ranks before they can be used again; see Outcome."""
     if not dist.is_initialized() or dist.group.WORLD is not original:

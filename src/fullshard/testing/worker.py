@@ -18,7 +18,13 @@ from typing import Any, Literal, TextIO
 import torch
 import torch.distributed as dist
 
-from .isolation import destroy_extra_groups, group_state, isolated, rank_environment
+from .isolation import (
+    destroy_extra_groups,
+    group_state,
+    isolated,
+    keep_imports,
+    rank_environment,
+)
 from .protocol import LOOPBACK, Assignment, Outcome, Ready, Request
 from .shipping import unpack_call
 
@@ -44,6 +50,7 @@ def serve_requests(handle: int) -> None:
         while True:
             request: Request = pickle.loads(connection.recv_bytes())
             destroy_extra_groups()
+            keep_imports()
             os.ftruncate(output, 0)
             outcome = _run(assignment, request, group)
             connection.send_bytes(pickle.dumps(outcome))
