@@ -9,8 +9,10 @@ import functools
 import gc
 import itertools
 import os
+import types
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -35,31 +37,43 @@ class Giving(Block):
         super().__init__()
         self.aside: torch.Tensor | None = None
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def forward(self, x: torch.Tensor) -> Any:
         self.aside = self.scale.sum()
         return super().forward(x), self.scale
 
 
 class Taking(Block):
-    """Is given a parameter of another unit."""
+    """Is given a parameter of another unit, and hands it on."""
 
-    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(x) * scale
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> Any:
+        return super().forward(x) * scale, scale
+
+
+class Hiding(Block):
+    """Returns a parameter in an object of its own kind."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return types.SimpleNamespace(x=super().forward(x), scale=self.scale)
 
 
 class Exchanging(nn.Module):
-    """Parameters leave their units: returned, kept aside, and given to others."""
+    """Parameters leave their units: returned, kept aside, given to others, handed on by them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.embed, self.head = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3)
-        self.giving, self.taking = Giving(), Taking()
+        self.giving, self.taking, self.hiding = Giving(), Taking(), Hiding()
+        self.kept: list[torch.Tensor] = []
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         x, scale = self.giving(self.embed(x))
-        x = self.taking(self.taking(x, scale), self.scale)
-        return self.head(x) + self.giving.aside
+        # Where full parameters stay after a forward, this is one.
+        self.kept[:] = [self.giving.scale]
+        x, _ = self.taking(x, scale)
+        x, scale = self.taking(x, self.scale)
+        x, _ = self.taking(x, scale)
+        return self.head(self.hiding(x).x) + self.giving.aside
 
 
 class Checkpointed(Net):
@@ -150,4 +164,20 @@ def test_steps_leave_nothing_behind(
     if kind == "exchanging":
         # What it keeps for the user to use holds the graph, and so the model.
         model.giving.module.aside = None
+        model.kept.clear()
     assert not {kind: count for kind, count in grown.items() if count >= STEPS}
+
+
+@ranks(2)
+def test_a_unit_whose_layers_are_frozen_in_turn_remembers_few_of_the_patterns() -> None:
+    layers = nn.Sequential(*(nn.Linear(5, 5) for _ in range(6)))
+    model = FSDP(build(lambda: layers), use_orig_params=True)
+    for number, pattern in enumerate(itertools.product([False, True], repeat=6)):
+        for layer, trains in zip(layers, pattern, strict=True):
+            layer.requires_grad_(trains)
+        if any(pattern):
+            model(inputs(number)).square().mean().backward()
+            with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+                assert tuple(layer.bias.grad is not None for layer in layers) == pattern
+            model.zero_grad()
+    assert len(model._unit._nodes) < 10

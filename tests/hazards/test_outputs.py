@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.engine.traffic import counted_traffic
 from tests.original.training import MODES, STRATEGIES, assert_at_rest, build, compare, inputs
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy
@@ -283,3 +286,73 @@ def test_a_parameter_kept_beyond_forward_under_no_grad_stays_valid(
     assert_at_rest(model)
     assert torch.equal(weight, bare.inner.weight)
     assert weight.device == device()
+
+
+class Adding(nn.Module):
+    """A layer that hands on, or not, one of its inputs, as those with a common bias do."""
+
+    def __init__(self, hands_on: bool) -> None:
+        super().__init__()
+        self.linear, self.hands_on = nn.Linear(5, 5), hands_on
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> Any:
+        x = torch.tanh(self.linear(x) + bias)
+        return (x, bias) if self.hands_on else x
+
+
+class CommonBias(nn.Module):
+    def __init__(self, hands_on: bool, computed: bool) -> None:
+        super().__init__()
+        self.bias, self.computed = nn.Parameter(torch.ones(5)), computed
+        self.layers = nn.ModuleList(Adding(hands_on) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.bias * 2 if self.computed else self.bias
+        for layer in self.layers:
+            x = layer(x, bias)
+            if layer.hands_on:
+                x, bias = x
+        return x
+
+
+@pytest.mark.parametrize("computed", [False, True])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@ranks(2)
+def test_no_unit_is_gathered_for_an_input_that_it_handed_on(
+    reentrant: bool | None, computed: bool
+) -> None:
+    launches = []
+    for hands_on in (False, True):
+        module = build(lambda hands_on=hands_on: CommonBias(hands_on, computed))
+        for layer in module.layers if reentrant is not None else ():
+            layer.forward = functools.partial(
+                checkpoint, layer.forward, use_reentrant=bool(reentrant)
+            )
+        model = FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Adding}), use_orig_params=True)
+        for number in range(2):
+            model(inputs(number)).square().mean().backward()
+        with counted_traffic() as traffic:
+            model(inputs(2)).square().mean().backward()
+        launches.append(sorted(traffic.launches))
+    assert launches[0] == launches[1]
+    compare(functools.partial(CommonBias, True, computed))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_a_gradient_can_be_asked_for_a_returned_parameter_that_stays(use_orig_params: bool) -> None:
+    """As by those who weigh losses by the gradients that each has at the last layer."""
+
+    class Showing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return super().forward(x), self.weight
+
+    model = FSDP(
+        build(lambda: Showing(5, 3)),
+        sharding_strategy=ShardingStrategy.NO_SHARD,
+        use_orig_params=use_orig_params,
+    )
+    x = inputs(0)
+    output, weight = model(x)
+    (gradient,) = torch.autograd.grad(output.sum(), weight, retain_graph=True)
+    torch.testing.assert_close(gradient, x.sum(0).expand(3, 5))

@@ -55,6 +55,18 @@ class ParameterNode:
         self._anchor.view(0)
 
 
+_NODE = _HandOut._backward_cls
+
+
+def is_handed_out(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a full parameter of some unit, as autograd knows it.
+
+    Its gradients need nothing of the unit to be computed. And it is there for all forwards: what
+    is hung on it by each of them stays.
+    """
+    return type(tensor.grad_fn) is _NODE
+
+
 def holds_reentrant_checkpoint(tensors: Iterable[torch.Tensor], after: int) -> bool:
     """Whether a reentrant checkpoint is among the nodes, born since ``after``, of ``tensors``.
 

@@ -65,7 +65,7 @@ class Progress:
         self.pinned = False
         #: Whether parameters may have changed since: ``.data`` can be written to unnoticed.
         self.outdated = False
-        #: What the running forward was called with, and may put tensors into.
+        #: What the running forward was called with: it may hand it on, or put tensors into it.
         self.inputs: Any = None
         #: Where the unit's modules keep tensors for others, such as auxiliary losses.
         self.side_outputs: SideOutputs | None = None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..api import BackwardPrefetch
-from .autograd import holds_reentrant_checkpoint, in_backward
+from .autograd import holds_reentrant_checkpoint, in_backward, is_handed_out
 from .backward import Backward
 from .device import lines_for
 from .progress import Call
@@ -146,7 +146,7 @@ class Schedule:
         if tracked and not in_backward():
             if progress.active == 1:
                 progress.birth = torch.autograd._get_sequence_nr()
-                progress.inputs = inputs if hold_containers(*inputs) else None
+                progress.inputs = inputs
                 self._side_outputs(unit).watch()
             unit.count_as_run_now()
         if tracked and unit.handles and (progress.inputs_tell or unit.is_mixed):
@@ -174,14 +174,14 @@ class Schedule:
         if progress.active > 1 or progress.task is not None or unit.summoned:
             return output
         outputs = list_tensors(output)
-        if unit.handles and any(unit.lends(t) or unit.hands_out(t) for t in outputs):
-            output = replace_tensors(output, functools.partial(_given_away, unit))
+        if unit.handles and any(unit.lends(tensor) for tensor in outputs):
+            output = replace_tensors(output, lambda t: t.clone() if unit.lends(t) else t)
             outputs = list_tensors(output)
-        # No gradient comes into the unit by a leaf, which is an input that passed through.
-        tracked = [tensor for tensor in outputs if tensor.grad_fn is not None]
         inputs, progress.inputs = progress.inputs, None
+        tracked = _entries(outputs, inputs, progress.birth)
         if torch.is_grad_enabled():
-            aside = self._side_outputs(unit).made_since(progress.birth, inputs)
+            filled = inputs if inputs is not None and hold_containers(*inputs) else None
+            aside = self._side_outputs(unit).made_since(progress.birth, filled)
             if aside:
                 tracked += aside
                 self._tell_enclosing(unit, aside)
@@ -366,8 +366,21 @@ class Schedule:
         return call
 
 
-def _given_away(unit: Unit, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as a forward may return it: a tensor of its own if it is a parameter."""
-    if unit.lends(tensor):
-        return tensor.clone()
-    return tensor.view_as(tensor) if unit.hands_out(tensor) else tensor
+def _entries(
+    outputs: Sequence[torch.Tensor], inputs: Inputs | None, birth: int
+) -> list[torch.Tensor]:
+    """Those of a forward's outputs by which gradients come into what it computed.
+
+    They do not by leaves and parameters, nor by inputs that were handed on, whose nodes are older
+    than the forward (``birth``): to gather the unit for those would be in vain, and late.
+    """
+    tracked = [t for t in outputs if t.grad_fn is not None and not is_handed_out(t)]
+    if inputs is None or not any(_is_older(tensor, birth) for tensor in tracked):
+        return tracked
+    given = set(map(id, tensors_in(inputs)))
+    return [t for t in tracked if not (id(t) in given and _is_older(t, birth))]
+
+
+def _is_older(tensor: torch.Tensor, birth: int) -> bool:
+    node = tensor.grad_fn
+    return node is not None and node._sequence_nr() < birth

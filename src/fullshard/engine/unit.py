@@ -23,7 +23,7 @@ from torch import nn
 
 from ..api import HYBRID_STRATEGIES, BackwardPrefetch, MixedPrecision, ShardingStrategy
 from ..api import NO_RESHARD_AFTER_FORWARD_STRATEGIES as KEEPING_STRATEGIES
-from .autograd import ParameterNode
+from .autograd import ParameterNode, is_handed_out
 from .buffers import FullBuffer
 from .collectives import Group
 from .device import lines_for
@@ -31,6 +31,9 @@ from .flat_param import FlatParamHandle
 from .gradients import Gradients
 from .reduction import Reduction
 from .started import Started, lost
+
+#: How many sets of trainable parameters a unit remembers nodes for.
+_PATTERNS_KEPT = 8
 
 
 class State(Enum):
@@ -283,19 +286,9 @@ class Unit:
         """Whether ``tensor`` lies in memory that goes when the full parameters go."""
         return any(buffer.holds(tensor) for buffer in self.gathered)
 
-    def hands_out(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is one of the full parameters as autograd knows them.
-
-        They are there for all forwards: what is hung on one must not be left there by each.
-        """
-        node = tensor.grad_fn
-        return node is not None and any(
-            known.node is not None and known.node.node is node for known in self._nodes.values()
-        )
-
     def made(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` may lead autograd into this unit, and is not a parameter of it."""
-        return tensor.grad_fn is not None and not (self.lends(tensor) or self.hands_out(tensor))
+        """Whether ``tensor`` may lead autograd into this unit, and is not a parameter."""
+        return tensor.grad_fn is not None and not (is_handed_out(tensor) or self.lends(tensor))
 
     def remember_values(self) -> None:
         """Note how often the full parameters, which stay in place, have been changed by now."""
@@ -342,6 +335,9 @@ class Unit:
         key = (self.exact, *trainable)
         known = self._nodes.get(key)
         if known is None:
+            if len(self._nodes) == _PATTERNS_KEPT:
+                # Graphs that lead to the oldest of them have all that they need.
+                del self._nodes[next(iter(self._nodes))]
             known = self._nodes[key] = self._make_node(trainable)
         self.is_mixed = known.is_mixed
         return known.tensors
