@@ -167,6 +167,21 @@ def test_a_rank_that_cannot_reach_the_folder_is_named_on_every_rank(
         fullshard.load("here", model)
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder in which none can be made")
+@ranks(2)
+def test_a_folder_that_cannot_be_made_is_a_checkpoint_that_cannot_be_written(
+    tmp_path: Path,
+) -> None:
+    """Not a FileNotFoundError: that says, of a load, that there is no checkpoint."""
+    model, file = wrapped(build(Net), FULL_SHARD, "blocks"), shared_folder(tmp_path) / "file"
+    file.touch()
+    for folder in (Path("/proc/nowhere/run"), file, file / "run"):
+        with pytest.raises(CheckpointError, match=r"The checkpoint .* could not be written"):
+            fullshard.save(folder, model, step=1)
+    fullshard.save(file.with_name("run"), model, step=1)
+    assert fullshard.latest(file.with_name("run")) is not None
+
+
 @ranks(2)
 def test_a_save_in_the_background_goes_where_its_path_led_when_it_was_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

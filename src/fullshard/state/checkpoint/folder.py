@@ -27,12 +27,19 @@ _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
 def begin(folder: Path, step: int) -> Path:
     """Make a place to write a checkpoint into, after removing what died before it was whole."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _listed(folder)  # Before anything is written: a damaged index would be found only at the end.
-    for left in folder.glob(f"{PARTIAL}*"):
-        shutil.rmtree(left, ignore_errors=True)
-    partial = folder / f"{PARTIAL}{_free_name(folder, step)}"
-    partial.mkdir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Before anything is written: a damaged index would be found only at the end.
+        _listed(folder)
+        for left in folder.glob(f"{PARTIAL}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        partial = folder / f"{PARTIAL}{_free_name(folder, step)}"
+        partial.mkdir()
+    except OSError as error:
+        raise CheckpointError(
+            f"The checkpoint of step {step} in {folder} could not be written. "
+            f"{type(error).__name__}: {error}"
+        ) from error
     return partial
 
 
