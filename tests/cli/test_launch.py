@@ -258,6 +258,47 @@ waits()
             os.kill(int(file.read_text()), 0)
 
 
+def test_after_ctrl_c_no_thread_of_torchs_launcher_complains(reports: Path) -> None:
+    """One that looks at the rendezvous while it is let go of would have to wait for itself."""
+    start = """
+import sys, threading, time
+from pathlib import Path
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from fullshard.cli.launch import launch
+ended = threading.Event()
+def look(reference):
+    rendezvous = reference()
+    Path(sys.argv[1], "looks").touch()
+    ended.wait()
+DynamicRendezvousHandler._keep_alive_weak = staticmethod(look)
+status = launch(1, ["--rdzv-conf", "keep_alive_interval=1"], [sys.argv[2]])
+ended.set()
+time.sleep(0.5)
+sys.exit(status)
+"""
+    launcher = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            start,
+            str(reports),
+            script(reports, "import time; time.sleep(100)"),
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (reports / "looks").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+    launcher.send_signal(signal.SIGINT)
+    _, printed = launcher.communicate(timeout=60)
+
+    assert launcher.returncode == 130
+    assert "cannot join current thread" not in printed
+
+
 def test_two_machines_meet_through_torchruns_own_options(reports: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))

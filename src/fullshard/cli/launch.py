@@ -39,6 +39,11 @@ _RANK = str(Path(rank.__file__).resolve())
 #: for others inside a collective does not react to the first.
 _SHUTDOWN_SECONDS = 5
 
+#: What ended launches, each with the frames that it left, and so with the launcher's rendezvous. A
+#: thread of torch's looks at that from time to time: were it the last to hold it, it would have to
+#: wait for its own end, and say that it cannot.
+_interrupted: list[SignalException] = []
+
 
 def launch(
     ranks: int | None,
@@ -80,6 +85,7 @@ def launch(
             print(render(failures), file=sys.stderr, flush=True)
             return failures[0].exit_status
         except SignalException as error:
+            _interrupted.append(error)
             logs = getattr(config.logs_specs, "_run_log_dir", None)
             print(
                 f"Stopped by {error.sigval.name}; all ranks were ended.\n"
