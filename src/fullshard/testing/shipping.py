@@ -61,12 +61,18 @@ class ModuleSource:
         return getattr(module, "__file__", None) == self.file
 
     def _load_file(self) -> types.ModuleType:
-        # A script's own start must not run again, and its classes must still be found.
-        name = "__fullshard_main__" if self.name == "__main__" else self.name
+        # A script's own start must not run again. Under the name that multiprocessing has for a
+        # script in another process, and without a spec, as a script's is: so what the script
+        # defines is found by the test process, and by processes that the rank starts.
+        is_script = self.name == "__main__"
+        name = "__mp_main__" if is_script else self.name
         spec = importlib.util.spec_from_file_location(name, self.file)
         if spec is None or spec.loader is None:
             raise ImportError(f"{self.file} is no Python file")
         module = importlib.util.module_from_spec(spec)
+        if is_script:
+            module.__spec__ = None
+        before = {known: sys.modules[known] for known in (name, self.name) if known in sys.modules}
         sys.modules[self.name] = sys.modules[name] = module
         try:
             if self.code is None:
@@ -76,6 +82,7 @@ class ModuleSource:
         except BaseException:
             del sys.modules[name]
             sys.modules.pop(self.name, None)
+            sys.modules.update(before)
             raise
         return module
 
