@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,9 +25,9 @@ from tests.original.training import (
 )
 from torch import nn
 
+from fullshard import BackwardPrefetch, ShardingStrategy
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import ShardingStrategy
-from fullshard.testing import ranks
+from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 
 EACH_MODE = pytest.mark.parametrize(("strategy", "use_orig_params"), MODES)
@@ -79,6 +80,50 @@ def test_a_units_output_may_be_changed_in_place(strategy: ShardingStrategy) -> N
         return loss.detach()
 
     compare(Changes, step_of, sharding_strategy=strategy)
+
+
+class Viewing(Block):
+    """A block that returns a view of what it computed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).view(1, *x.shape)
+
+
+@pytest.mark.parametrize("prefetch", [*BackwardPrefetch, None])
+@EACH_MODE
+@ranks(2)
+def test_a_view_that_a_unit_returns_may_be_changed_in_place(
+    strategy: ShardingStrategy, use_orig_params: bool, prefetch: BackwardPrefetch | None
+) -> None:
+    class Changes(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Viewing() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x)
+            for block in self.blocks:
+                x = block(x)
+                x += 1
+                x = x.squeeze(0)
+                x *= 2
+            return self.head(x).view(1, -1)
+
+    def step_of(model: nn.Module, step: int) -> torch.Tensor:
+        output = model(inputs(step))
+        output.mul_(2)
+        loss = output.square().mean()
+        loss.backward()
+        return loss.detach()
+
+    compare(
+        Changes,
+        step_of,
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+        backward_prefetch=prefetch,
+        auto_wrap_policy=ModuleWrapPolicy({Viewing}),
+    )
 
 
 @EACH_MODE
@@ -163,6 +208,57 @@ def test_a_gradient_penalty_over_one_unit_trains_as_without_sharding(
     strategy: ShardingStrategy,
 ) -> None:
     compare(step_of=penalised, sharding_strategy=strategy, auto_wrap_policy=lambda **_: False)
+
+
+@pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, None])
+@pytest.mark.parametrize("meanwhile", ["another loss", "gradients of inputs", "another penalty"])
+@EACH_MODE
+@ranks(2)
+def test_a_gradient_penalty_may_wait_while_others_go_backward(
+    strategy: ShardingStrategy,
+    use_orig_params: bool,
+    meanwhile: str,
+    prefetch: BackwardPrefetch | None,
+) -> None:
+    def penalty_of(model: nn.Module, step: int) -> torch.Tensor:
+        x = inputs(step).requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return (gradient.norm(dim=1) - 1).square().mean()
+
+    def step_of(model: nn.Module, step: int) -> torch.Tensor:
+        other = loss_of(model, step)
+        penalty = penalty_of(model, step)
+        if meanwhile == "another loss":
+            other.backward()
+        elif meanwhile == "gradients of inputs":
+            x = inputs(step).requires_grad_()
+            torch.autograd.grad(model(x).sum(), x)
+        else:
+            penalty_of(model, step + 10).backward()
+        penalty.backward()
+        if isinstance(model, FSDP):
+            assert_at_rest(model)
+        return penalty.detach()
+
+    compare(
+        step_of=step_of,
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+        backward_prefetch=prefetch,
+    )
+
+
+@EACH_STRATEGY
+@ranks(2)
+def test_a_gradient_penalty_that_nobody_wants_is_not_waited_for(
+    strategy: ShardingStrategy,
+) -> None:
+    model = wrapped(strategy)
+    x = inputs(0).requires_grad_()
+    gradient = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    del gradient
+    train_step(model, 1)
+    assert_at_rest(model)
 
 
 @EACH_MODE
@@ -265,6 +361,77 @@ def test_auxiliary_losses_that_begin_with_a_later_step_reach_their_parameters(
         return loss.detach()
 
     compare(LateNet, step_of, auto_wrap_policy=ModuleWrapPolicy({Late}))
+
+
+@pytest.mark.parametrize("prefetch", [*BackwardPrefetch, None])
+@pytest.mark.parametrize("place", ["_private", "buffer"])
+@EACH_STRATEGY
+@ranks(2)
+def test_auxiliary_losses_are_found_under_any_name(
+    strategy: ShardingStrategy, place: str, prefetch: BackwardPrefetch | None
+) -> None:
+    class Keeps(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            if place == "buffer":
+                self.register_buffer("buffer", torch.zeros(()), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output = super().forward(x)
+            # After the output, so that autograd comes to it first.
+            setattr(self, place, self.down(torch.tanh(self.up(output))).square().mean())
+            return output
+
+    compare_keeping(Keeps, lambda block: getattr(block, place), strategy, prefetch)
+
+
+@EACH_STRATEGY
+@ranks(2)
+def test_auxiliary_losses_kept_elsewhere_find_what_was_gathered_ahead(
+    strategy: ShardingStrategy,
+) -> None:
+    if device().type != "cpu":
+        pytest.skip("an accelerator does not wait for the unit that ran last")
+    kept: dict[nn.Module, torch.Tensor] = {}
+
+    class Keeps(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output = super().forward(x)
+            kept[self] = self.down(torch.tanh(self.up(output))).square().mean()
+            return output
+
+    def kept_by(block: nn.Module) -> torch.Tensor:
+        return kept[block.module if isinstance(block, FSDP) else block]
+
+    compare_keeping(Keeps, kept_by, strategy, BackwardPrefetch.BACKWARD_PRE)
+
+
+def compare_keeping(
+    block: type[Block],
+    kept_by: Callable[[Any], torch.Tensor],
+    strategy: ShardingStrategy,
+    prefetch: BackwardPrefetch | None,
+) -> None:
+    """Train a net of such blocks, each with a loss of its own that it does not return."""
+
+    class Keeping(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(block() for _ in range(4))
+
+    def step_of(model: Any, step: int) -> torch.Tensor:
+        loss = model(inputs(step)).square().mean()
+        loss = loss + sum(map(kept_by, model.blocks))
+        loss.backward()
+        return loss.detach()
+
+    compare(
+        Keeping,
+        step_of,
+        sharding_strategy=strategy,
+        backward_prefetch=prefetch,
+        auto_wrap_policy=ModuleWrapPolicy({block}),
+    )
 
 
 @EACH_STRATEGY

@@ -94,13 +94,18 @@ def test_a_compiled_model_evaluates_and_goes_on_training() -> None:
     assert_same_parameters(eager, model)
 
 
+@pytest.mark.parametrize("in_place", [True, False])
 @ranks(2, timeout=240)
-def test_units_compiled_on_their_own_train_as_eager_ones_do() -> None:
+def test_units_compiled_on_their_own_train_as_eager_ones_do(in_place: bool) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     eager, bare = wrapped(ShardingStrategy.FULL_SHARD), build(make)
     for index in range(2):
-        bare[index].compile(backend="aot_eager")
+        if in_place:
+            bare[index].compile(backend="aot_eager")
+        else:
+            # The policy finds the module inside of what this returns.
+            bare[index] = torch.compile(bare[index], backend="aot_eager")
     model = FSDP(bare, auto_wrap_policy=ModuleWrapPolicy({Layer}), use_orig_params=True)
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (eager, model)]
     for step in range(4):

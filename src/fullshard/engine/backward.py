@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..api import BackwardPrefetch
-from .autograd import BackwardEnd, in_backward
+from .autograd import BackwardEnd, in_backward, is_handed_out
 from .comm_hook import settle_by_vote
 from .device import HostLines
 from .gradients import Gradients
@@ -33,6 +33,10 @@ _PATIENCE = 0.5
 _PAUSE = 1e-4
 #: Passes without a backward after which their order is no longer kept for prefetching.
 _PASSES_KEPT = 64
+
+
+class _MadeGraph:
+    """A graph that a backward made (``create_graph``); its nodes hold it."""
 
 
 class Backward:
@@ -50,10 +54,15 @@ class Backward:
         self._creates_graph = False
         #: Whether its graph is kept for another one.
         self._keeps_graph = False
+        #: The graph that it makes, and all such that no backward has gone through yet.
+        self._made: _MadeGraph | None = None
+        self._pending_graphs: weakref.WeakSet[_MadeGraph] = weakref.WeakSet()
         self._since_pass = False
         self._breaking_off = threading.RLock()
         self._passed: list[tuple[Unit, bool]] = []
         self._cursor = 0
+        #: The unit that was last gathered ahead.
+        self._ahead: Unit | None = None
         #: The unit whose gradients are staged and, on a host, not yet reduced.
         self._pending: Unit | None = None
         #: The unit whose gradients a host reduces behind what it computes.
@@ -82,9 +91,11 @@ class Backward:
 
     # -- what autograd tells ------------------------------------------------------------------
 
-    def on_output_gradient(self, unit: Unit, exact: bool, call: Call | None, _: Any) -> None:
+    def on_output_gradient(self, unit: Unit, exact: bool, call: Call | None, found: Any) -> None:
         """A gradient reached an output of the unit: it needs its parameters."""
         self._enter()
+        if self._made is not None:
+            self._watch(self._made, found)
         if not self._lines.runs_ahead:
             with torch.no_grad():
                 self._carry_out_reduce()
@@ -133,9 +144,26 @@ class Backward:
             self._since_pass = True
             self._creates_graph = torch.is_grad_enabled()
             self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+            self._made = _MadeGraph() if self._creates_graph else None
             self._number += 1
             self._cursor = len(self._passed)
             BackwardEnd(self._finish, functools.partial(self._break_off, self._number))
+
+    def _watch(self, graph: _MadeGraph, found: Any) -> None:
+        """Learn when another backward goes through ``graph``, of which ``found`` are gradients.
+
+        Those without a node tell nothing. If no gradient has one, the next backward counts as it.
+        """
+        hook = functools.partial(self._go_through, graph)
+        for gradient in found if isinstance(found, tuple) else (found,):
+            node = None if gradient is None else gradient.grad_fn
+            if node is not None and not is_handed_out(gradient):
+                self._pending_graphs.add(graph)
+                node.register_prehook(hook)
+
+    def _go_through(self, graph: _MadeGraph, _: Any) -> None:
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self._pending_graphs.discard(graph)
 
     # -- in the middle ------------------------------------------------------------------------
 
@@ -168,6 +196,17 @@ class Backward:
             self._with_local_gradients[unit] = None
         if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch(unit)
+        self._finish_ahead()
+
+    def _finish_ahead(self) -> None:
+        """Have what was gathered ahead before autograd can come to the unit that it is for.
+
+        It may do so by tensors that the unit keeps where nobody finds them, and would then compute
+        with what has not arrived yet.
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.finish_gather()
 
     def _close(self, unit: Unit) -> None:
         """The unit's backward is over: its parameters are not needed any more."""
@@ -188,7 +227,9 @@ class Backward:
 
     def _pins(self, progress: Progress) -> bool:
         """Whether a backward that follows needs the full parameters in the memory they are in."""
-        return self._creates_graph or (self._keeps_graph and progress.pinned)
+        if self._creates_graph or not progress.pinned:
+            return self._creates_graph
+        return self._keeps_graph or len(self._pending_graphs) > 0
 
     def _carry_out_reduce(self) -> None:
         """Reduce what the last unit staged; on an accelerator, take in what it was reduced to.
@@ -224,6 +265,10 @@ class Backward:
         # loss needs takes the most memory, there is none to spare for it.
         if following.is_sharded or cursor < len(self._passed) - 1:
             self._residents.prefetch(following, exact)
+            self._ahead = following
+            if cursor == len(self._passed) - 1 and not self._lines.runs_ahead:
+                # At the beginning, where a host has kept it, mostly, and nothing is waited for.
+                self._finish_ahead()
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -294,6 +339,7 @@ class Backward:
             self._end()
 
     def _end(self) -> None:
+        self._made = self._ahead = None
         self._residents.in_backward = False
         self._residents.end_backward(self._pins)
         self._lines.settle()

@@ -187,7 +187,7 @@ class Schedule:
                 self._tell_enclosing(unit, aside)
         if tracked:
             hook = functools.partial(self._backward.on_output_gradient, unit, unit.exact, call)
-            self._hook_outputs(tracked, hook)
+            self._hook_outputs(tracked, hook, progress.birth)
             if progress.inputs_tell is None:
                 progress.inputs_tell = holds_reentrant_checkpoint(tracked, progress.birth)
                 progress.held = progress.inputs_tell
@@ -230,12 +230,16 @@ class Schedule:
             return False
         return previous[position] is unit and unit not in previous[position + 1 :]
 
-    def _hook_outputs(self, outputs: Sequence[torch.Tensor], hook: Callable[[Any], None]) -> None:
+    def _hook_outputs(
+        self, outputs: Sequence[torch.Tensor], hook: Callable[[Any], None], birth: int
+    ) -> None:
         """Have ``hook`` called when a gradient reaches one of ``outputs``.
 
         A following unit may have hooked the same tensor as its input, to be closed before this
         one is gathered: hooks of a tensor's node run after those of the tensor. Only the
         outermost unit hooks tensors: its hook starts the backward, before any hook of the user.
+
+        A view that is changed in place gets another node, by which gradients come to its base's.
         """
         nodes: dict[Any, None] = {}
         for tensor in outputs:
@@ -243,6 +247,9 @@ class Schedule:
                 tensor.register_hook(hook)
             else:
                 nodes[tensor.grad_fn] = None
+            base = tensor._base
+            if base is not None and _leads_into(base, birth):
+                nodes[base.grad_fn] = None
         for node in nodes:
             node.register_prehook(hook)
 
@@ -379,6 +386,11 @@ def _entries(
         return tracked
     given = set(map(id, tensors_in(inputs)))
     return [t for t in tracked if not (id(t) in given and _is_older(t, birth))]
+
+
+def _leads_into(tensor: torch.Tensor, birth: int) -> bool:
+    """Whether gradients of ``tensor`` come into what a forward computed that began at ``birth``."""
+    return not (tensor.grad_fn is None or is_handed_out(tensor) or _is_older(tensor, birth))
 
 
 def _is_older(tensor: torch.Tensor, birth: int) -> bool:

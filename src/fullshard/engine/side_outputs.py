@@ -16,6 +16,8 @@ from .build import own_modules
 from .structures import tensors_in
 from .unit import Unit
 
+#: What ``nn.Module`` keeps for itself.
+_INTERNAL = frozenset(vars(nn.Module()))
 _WITHOUT_TENSORS = {types.NoneType, bool, int, float, str}
 
 
@@ -30,7 +32,7 @@ class SideOutputs:
     def __init__(self, unit: Unit, of_units: Container[nn.Module]) -> None:
         self._unit = unit
         own = list(own_modules(unit.module, of_units.__contains__))
-        self._attributes = [vars(module) for module in own]
+        self._attributes = [names for m in own for names in (vars(m), m._buffers)]
         self._modules = own
         self._hooks = [m._forward_hooks for m in own] + [m._forward_pre_hooks for m in own]
         self._hook_count = 0
@@ -82,7 +84,7 @@ class SideOutputs:
                 (attributes, name)
                 for attributes in self._attributes
                 for name, value in attributes.items()
-                if not name.startswith("_") and self._is_of_interest(value)
+                if name not in _INTERNAL and self._is_of_interest(value)
             ]
         for attributes, name in self._places:
             yield attributes.get(name)

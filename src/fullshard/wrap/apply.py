@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -67,8 +68,17 @@ def apply_plan(plan: Plan, wrapper_class: Callable[..., nn.Module]) -> tuple[nn.
         for place in decision.places:
             # Not setattr: a parent may define one of its own, and the name is registered already.
             place.parent._modules[place.name] = unit
+            _have_it_called(place.parent)
         units.append(unit)
     return tuple(units)
+
+
+def _have_it_called(parent: nn.Module) -> None:
+    """Let what ``torch.compile`` makes of a module call what it holds, not what it was made of."""
+    # Not imported: that takes a second, and where it is not there, nothing was compiled.
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is not None and isinstance(parent, compiler.OptimizedModule):
+        parent._initialize()
 
 
 def _constructor_arguments(decision: Decision) -> dict[str, Any]:
