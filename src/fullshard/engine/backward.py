@@ -61,7 +61,7 @@ class Backward:
         self._breaking_off = threading.RLock()
         self._passed: list[tuple[Unit, bool]] = []
         self._cursor = 0
-        #: The unit that was last gathered ahead.
+        #: The unit that a host gathers ahead.
         self._ahead: Unit | None = None
         #: The unit whose gradients are staged and, on a host, not yet reduced.
         self._pending: Unit | None = None
@@ -199,10 +199,11 @@ class Backward:
         self._finish_ahead()
 
     def _finish_ahead(self) -> None:
-        """Have what was gathered ahead before autograd can come to the unit that it is for.
+        """Have what a host gathers ahead before autograd can come to the unit that it is for.
 
         It may do so by tensors that the unit keeps where nobody finds them, and would then compute
-        with what has not arrived yet.
+        with what has not arrived yet. An accelerator is not made to wait: it would lose what
+        overlaps at the beginning of a backward.
         """
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
@@ -265,10 +266,11 @@ class Backward:
         # loss needs takes the most memory, there is none to spare for it.
         if following.is_sharded or cursor < len(self._passed) - 1:
             self._residents.prefetch(following, exact)
-            self._ahead = following
-            if cursor == len(self._passed) - 1 and not self._lines.runs_ahead:
-                # At the beginning, where a host has kept it, mostly, and nothing is waited for.
-                self._finish_ahead()
+            if not self._lines.runs_ahead:
+                self._ahead = following
+                if cursor == len(self._passed) - 1:
+                    # At the beginning, for which it was kept, mostly: nothing is waited for.
+                    self._finish_ahead()
 
     # -- the end ------------------------------------------------------------------------------
 
