@@ -323,6 +323,28 @@ def test_what_cannot_be_launched_is_refused(ranks: int, command: list[str], mess
         launch(ranks, [], command)
 
 
+@pytest.mark.parametrize("options", [["other.py"], ["--standalone", "other.py", "more"]])
+def test_no_other_program_is_launched_in_the_place_of_what_ranks_do_first(
+    options: list[str],
+) -> None:
+    message = "launcher_options expects torchrun's options without a program, but got 'other.py' in"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        launch(1, options, ["program.py"])
+
+
+@pytest.mark.parametrize("variable", ["PET_MODULE", "PET_NO_PYTHON", "PET_RUN_PATH"])
+def test_variables_of_torchrun_do_not_change_how_ranks_begin(
+    reports: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "1")
+
+    assert launch(1, [], [script(reports, REPORT), "--", "x"]) == 0
+
+    (facts,) = read(reports, 1)
+    assert facts["name"] == "__main__"
+    assert facts["argv"] == [str(reports / "program.py"), "--", "x"]
+
+
 def test_threads_are_shared_out_and_never_none() -> None:
     cores = len(os.sched_getaffinity(0))
     assert threads_per_rank(1) == cores

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.cli.problems import BadInput
-from fullshard.cli.run import Invocation, read_invocation
+from fullshard.cli.run import Invocation, read_invocation, run_program
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,32 @@ from fullshard.cli.run import Invocation, read_invocation
     ],
 )
 def test_the_words_of_a_command_line_are_told_apart(words: list[str], expected: Invocation) -> None:
+    assert read_invocation(words) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["t.py", "--"], Invocation(None, (), ("t.py", "--"))),
+        (
+            ["--ranks", "1", "t.py", "--", "--a", "b", "--", "c"],
+            Invocation(1, (), ("t.py", "--", "--a", "b", "--", "c")),
+        ),
+        (["t.py", "a", "--", "b"], Invocation(None, (), ("t.py", "a", "--", "b"))),
+        (["--", "t.py"], Invocation(None, (), ("t.py",))),
+        (
+            ["--max-restarts", "1", "--", "t.py", "--", "x"],
+            Invocation(None, ("--max-restarts", "1"), ("t.py", "--", "x")),
+        ),
+        (["-m", "a.b", "--", "x"], Invocation(None, (), ("-m", "a.b", "--", "x"))),
+        (["-m", "--", "a.b", "x"], Invocation(None, (), ("-m", "a.b", "x"))),
+        (["--ranks", "2", "--", "-m"], Invocation(2, (), ("-m",))),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_double_dashes_behind_the_program_are_its_own(
+    words: list[str], expected: Invocation
+) -> None:
     assert read_invocation(words) == expected
 
 
@@ -61,3 +87,17 @@ def test_a_program_finds_fullshard_in_torchs_place_and_its_own_help(
 
     assert ended.exit_code == 0, ended.output
     assert capfd.readouterr().out.strip() == "fullshard.fsdp ['--help']"
+
+
+def test_a_program_with_a_double_dash_finds_fullshard_too(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nfrom torch.distributed.fsdp import FullyShardedDataParallel as F\n"
+        "print(F.__module__, sys.argv[1:])\n"
+    )
+
+    assert run_program(["--ranks", "1", str(program), "--", "--lr", "1"]) == 0
+
+    assert capfd.readouterr().out.strip() == "fullshard.fsdp ['--', '--lr', '1']"

@@ -123,6 +123,13 @@ def _arguments(
         parser.set_defaults(nproc_per_node=str(default_ranks()))
     calls = [word for name in before for word in ("--call", name)]
     arguments = parser.parse_args([*options, _RANK])
+    if arguments.training_script != _RANK or arguments.training_script_args:
+        raise ValueError(
+            "launcher_options expects torchrun's options without a program, but got "
+            f"{arguments.training_script!r} in {list(options)}"
+        )
+    # Ranks begin with rank.py, a script, whatever variables such as PET_MODULE say of programs.
+    arguments.module = arguments.no_python = arguments.run_path = False
     arguments.training_script_args = [*calls, "--", *command]
     if ranks is not None:
         arguments.nproc_per_node = str(ranks)

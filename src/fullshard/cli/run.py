@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,17 +62,30 @@ command=('train.py', '--ranks', '7'))
         )
     if parsed.ranks is not None and parsed.ranks < 1:
         raise BadInput(f"--ranks expects 1 or more, but got {parsed.ranks}")
-    program_starts = len(arguments) - len(parsed.training_script_args) - 1
+    begin = _begin_of_program(torchrun, arguments)
     ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     ours.add_argument("--ranks", type=int)
     ours.add_argument("-m", "--module", action="store_true")
-    _, launcher_options = ours.parse_known_args(list(arguments[:program_starts]))
-    program = (parsed.training_script, *parsed.training_script_args)
+    _, launcher_options = ours.parse_known_args([w for w in arguments[:begin] if w != "--"])
+    program = tuple(arguments[begin:])
     return Invocation(
         ranks=parsed.ranks,
         launcher_options=tuple(launcher_options),
         command=("-m", *program) if parsed.module else program,
     )
+
+
+def _begin_of_program(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
+    """Where the program stands: with it, and not before it, the command line is one.
+
+    The arguments that ``parser`` finds for the program do not tell: argparse drops a ``--`` that is
+    the first of them.
+    """
+    for end in range(1, len(arguments)):
+        with contextlib.suppress(BadInput):
+            parser.parse_args(list(arguments[:end]))
+            return end - 1
+    return len(arguments) - 1
 
 
 def _refuse(message: str) -> NoReturn:
