@@ -60,6 +60,33 @@ def test_double_dashes_behind_the_program_are_its_own(
 
 
 @pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--rank", "1", "t.py"], Invocation(1, (), ("t.py",))),
+        (["--ra=1", "--mod", "a.b", "--mod"], Invocation(1, (), ("-m", "a.b", "--mod"))),
+        (
+            ["--stand", "-r", "3", "t.py", "--rank", "1"],
+            Invocation(None, ("--stand", "-r", "3"), ("t.py", "--rank", "1")),
+        ),
+    ],
+)
+def test_options_may_be_abbreviated(words: list[str], expected: Invocation) -> None:
+    assert read_invocation(words) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--r", "1", "train.py"], "ambiguous option: --r could match"),
+        (["--mo", "a.b"], "ambiguous option: --mo could match"),
+    ],
+)
+def test_abbreviations_of_several_options_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        read_invocation(words)
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--no-python", "train.sh"], "--no-python"),

@@ -63,7 +63,9 @@ command=('train.py', '--ranks', '7'))
     if parsed.ranks is not None and parsed.ranks < 1:
         raise BadInput(f"--ranks expects 1 or more, but got {parsed.ranks}")
     begin = _begin_of_program(torchrun, arguments)
-    ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    # Takes abbreviations, as torchrun's does, which has refused those that could be another option.
+    ours = argparse.ArgumentParser(add_help=False)
+    ours.error = _refuse  # type: ignore[method-assign]
     ours.add_argument("--ranks", type=int)
     ours.add_argument("-m", "--module", action="store_true")
     _, launcher_options = ours.parse_known_args([w for w in arguments[:begin] if w != "--"])
