@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+import zipapp
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,43 @@ import os
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     raise OSError("once")
 """
+#: What a program can see of ``__main__``; the last of it when its last line has been run.
+MAIN = """
+import atexit, inspect, json, multiprocessing, os, pickle, sys, threading
+from pathlib import Path
+
+class Local:
+    pass
+
+def typed(x: int):
+    pass
+
+def name_in_child():
+    return __name__, Local.__module__
+
+def pickled():
+    return type(pickle.loads(pickle.dumps(Local()))) is Local
+
+def thread():
+    threading.main_thread().join()
+    facts.update(in_thread=pickled(), still=vars(sys.modules["__main__"]) is globals())
+
+def finish():
+    facts.update(at_exit=pickled())
+    Path(os.environ["REPORTS"], os.environ["RANK"]).write_text(json.dumps(facts))
+
+if __name__ == "__main__":
+    facts = {name: str(globals()[name]) for name in ("__cached__", "__doc__", "__file__")}
+    facts.update(package=__package__, spec=__spec__ and __spec__.name, argv=sys.argv)
+    facts.update(loader=[type(__loader__).__name__, __loader__.path], builtins=str(__builtins__))
+    facts.update(annotation=str(typed.__annotations__["x"]))
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        facts.update(child=pool.apply(name_in_child))
+    os.chdir("/")
+    facts.update(source=inspect.getsource(pickled))
+    atexit.register(finish)
+    threading.Thread(target=thread).start()
+"""
 #: A launcher in a process of its own: ranks, launcher options, program.
 START = """
 import sys
@@ -102,6 +141,45 @@ def test_a_script_runs_on_every_rank_as_python_itself_would_run_it(reports: Path
     assert "OMP_NUM_THREADS" not in os.environ
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["program.py", "x"], ["./folder/../program.py"], ["-m", "program"], ["-m", "folder.program"]],
+    ids=" ".join,
+)
+def test_main_is_as_under_python_itself_and_stays_when_the_program_has_ended(
+    reports: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.chdir(reports)
+    script(reports, MAIN)
+    (reports / "folder").mkdir()
+    (reports / "folder" / "__init__.py").touch()
+    (reports / "folder" / "program.py").write_text(MAIN)
+    environment = {**os.environ, "RANK": "alone"}
+    subprocess.run([sys.executable, *command], env=environment, check=True, timeout=60)
+    expected = json.loads((reports / "alone").read_text())
+    assert [expected[fact] for fact in ("in_thread", "still", "at_exit")] == [True] * 3
+
+    assert launch(1, [], command) == 0
+
+    assert read(reports, 1) == [expected]
+
+
+def test_folders_archives_and_compiled_scripts_run_too(reports: Path) -> None:
+    for number, name in enumerate(["folder", "archive.zip", "compiled.pyc"]):
+        text = REPORT.replace('["RANK"]', f'["RANK"] + "-{number}"')
+        (reports / "folder").mkdir(exist_ok=True)
+        main = reports / "folder" / "__main__.py"
+        main.write_text(text)
+        zipapp.create_archive(reports / "folder", reports / "archive.zip")
+        py_compile.compile(str(main), str(reports / "compiled.pyc"))
+
+        assert launch(1, [], [str(reports / name), "x"]) == 0
+
+        facts = json.loads((reports / f"0-{number}").read_text())
+        assert facts["argv"] == [str(reports / name), "x"]
+        assert facts["name"] == "__main__"
+
+
 def test_a_module_runs_from_the_working_folder_after_what_is_called_before_it(
     reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +209,20 @@ def test_the_rank_that_failed_first_is_shown_first_with_its_traceback(
     assert "rank.py" not in printed  # nor anything else that is not the program's
     assert "runpy" not in printed
     assert printed.rstrip().endswith("Rank 0 failed after it: RuntimeError: a consequence")
+
+
+@pytest.mark.parametrize("text", ["def f(:\n", "x = '\n", "  x = 1\n"])
+def test_a_script_that_cannot_be_read_is_shown_as_python_itself_would_show_it(
+    reports: Path, capfd: pytest.CaptureFixture[str], text: str
+) -> None:
+    program = script(reports, text)
+    alone = subprocess.run([sys.executable, program], capture_output=True, text=True)
+
+    assert launch(1, [], [program]) == 1
+
+    first, _, rest = capfd.readouterr().err.partition("\n")
+    assert rest == alone.stderr
+    assert first == f"Rank 0 failed first: {rest.splitlines()[-1]}"
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,22 @@ torch does not wait for it.
 from __future__ import annotations
 
 import argparse
+import builtins
 import faulthandler
 import importlib
+import io
 import json
 import os
+import pkgutil
 import runpy
 import sys
 import time
 import traceback
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
 
 __all__ = ["RANKS_PRINT", "main"]
 
@@ -59,11 +64,51 @@ def main(words: Sequence[str]) -> None:
 def run_program(command: Sequence[str]) -> None:
     """Run a script, or ``-m`` and a module, with the ``sys.argv`` that it expects."""
     if command[0] == "-m":
-        sys.argv = list(command[1:])
-        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = list(command)
+        sys.argv = ["-m", *command[2:]]
+        _run_module(command[1])
+        return
+    sys.argv = list(command)
+    if pkgutil.get_importer(command[0]) is None:
+        _run_script(command[0])
+    else:  # a folder or an archive, with a ``__main__`` in it
         runpy.run_path(command[0], run_name="__main__")
+
+
+def _run_script(script: str) -> None:
+    path = os.path.join(os.getcwd(), script)  # as Python does: "a/../b" stays
+    with io.open_code(path) as file:
+        code = pkgutil.read_code(file)
+    loader: Any = SourcelessFileLoader("__main__", path)
+    if code is None:  # a script, not a compiled one
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+        loader = SourceFileLoader("__main__", path)
+    _run_as_main(code, __file__=path, __cached__=None, __loader__=loader)
+
+
+def _run_module(name: str) -> None:
+    find = getattr(runpy, "_get_module_details", None)
+    if find is None:  # another Python: its ``__main__`` does not outlive the module's last line
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        return
+    _, spec, code = find(name)
+    sys.argv[0] = spec.origin
+    _run_as_main(
+        code,
+        __file__=spec.origin,
+        __cached__=spec.cached,
+        __loader__=spec.loader,
+        __package__=spec.parent,
+        __spec__=spec,
+    )
+
+
+def _run_as_main(code: CodeType, **facts: Any) -> None:
+    """Run ``code`` in a ``__main__`` that stays: threads and exit handlers may outlive its end."""
+    program = ModuleType("__main__")
+    vars(program).update(facts, __builtins__=builtins)
+    sys.modules["__main__"] = program
+    exec(code, vars(program))
 
 
 def record(error: BaseException) -> None:
@@ -119,6 +164,8 @@ def _program_traceback(error: BaseException) -> str:
     start = error.__traceback__
     while start is not None and _is_ours(start) and start.tb_next is not None:
         start = start.tb_next
+    if start is not None and _is_ours(start) and isinstance(error, SyntaxError):
+        start = None  # the program's own: not a line of it has run
     return "".join(traceback.format_exception(type(error), error, start))
 
 
