@@ -70,6 +70,17 @@ def test_a_preset_of_any_size_is_planned_without_its_memory() -> None:
     assert "33 units, on 8 ranks (cuda)" in output
 
 
+def test_the_plan_in_the_documents_is_what_is_printed() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    before, shown = text.split("```text\nGPT of 6,454,648,832 ")
+    command = before.rpartition("```\nfullshard plan ")[2].partition("\n```")[0]
+
+    output = planned(*command.replace("\\\n", " ").split())
+
+    expected = ("GPT of 6,454,648,832 " + shown.partition("\n```")[0]).splitlines()
+    assert output.splitlines() == expected
+
+
 def test_a_model_of_your_own_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_model_to_plan.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
