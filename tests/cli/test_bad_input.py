@@ -149,6 +149,16 @@ def test_programs_that_cannot_be_run(refused) -> None:
     assert "Missing argument" in refused("run")
 
 
+def test_programs_that_are_none(refused, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+
+    assert "run expects a script or -m and a module, but there is no ''" in refused("run", "")
+    assert "'.' is a folder without a __main__.py" in refused("run", ".")
+    assert "'folder' is a folder without a __main__.py" in refused("run", "--ranks", "1", "folder")
+    assert "-m expects the name of a module behind it" in refused("run", "-m", "")
+    assert "such as package.train, but got none" in refused("run", "--ranks", "2", "--", "-m")
+
+
 def test_several_machines_need_a_place_to_meet(refused) -> None:
     assert "--rendezvous HOST:PORT" in refused("train", "--nodes", "2")
     for place in ("machine", "machine:", ":29400", "machine:port", "machine:70000"):

@@ -32,9 +32,7 @@ class Invocation:
 def run_program(arguments: Sequence[str]) -> int:
     """Run what a command line after ``fullshard run`` asks for; returns the exit status."""
     invocation = read_invocation(arguments)
-    script = invocation.command[0]
-    if script != "-m" and not Path(script).exists():
-        raise BadInput(f"run expects a script or -m and a module, but there is no {script!r}")
+    _check_program(invocation.command)
     return launch(
         invocation.ranks, invocation.launcher_options, invocation.command, before=[INSTALL]
     )
@@ -75,6 +73,24 @@ command=('train.py', '--ranks', '7'))
         launcher_options=tuple(launcher_options),
         command=("-m", *program) if parsed.module else program,
     )
+
+
+def _check_program(command: Sequence[str]) -> None:
+    """Refuse what no rank could run."""
+    script, *others = command
+    if script == "-m":
+        if not others or not others[0]:
+            raise BadInput(
+                "-m expects the name of a module behind it, such as package.train, but got "
+                + (repr(others[0]) if others else "none")
+            )
+    elif not script or not Path(script).exists():
+        raise BadInput(f"run expects a script or -m and a module, but there is no {script!r}")
+    elif Path(script).is_dir() and not any(Path(script).glob("__main__.py*")):
+        raise BadInput(
+            f"run expects a script or -m and a module, but {script!r} is a folder without a "
+            "__main__.py"
+        )
 
 
 def _begin_of_program(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
