@@ -99,6 +99,19 @@ def test_a_command_line_that_cannot_be_run_says_why(words: list[str], message: s
         read_invocation(words)
 
 
+def test_numbers_of_ranks_that_contradict_each_other_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    message = "--ranks 2 and --nproc-per-node 1 both say how many ranks"
+    with pytest.raises(BadInput, match=message):
+        read_invocation(["--ranks", "2", "--nproc-per-node", "1", "t.py"])
+
+    same = read_invocation(["--ranks", "2", "--nproc_per_node=2", "t.py", "--nproc-per-node", "1"])
+    assert same.ranks == 2
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "1")  # a variable is for where nothing was said
+    assert read_invocation(["--ranks", "2", "t.py"]).ranks == 2
+
+
 def test_a_program_finds_fullshard_in_torchs_place_and_its_own_help(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,6 +52,7 @@ command=('train.py', '--ranks', '7'))
     torchrun.prog = "fullshard run"
     torchrun.error = _refuse  # type: ignore[method-assign]
     torchrun.add_argument("--ranks", type=int, help="Number of ranks on this machine.")
+    torchrun.set_defaults(nproc_per_node=None)
     parsed = torchrun.parse_args(list(arguments))
     if parsed.no_python or parsed.run_path:
         raise BadInput(
@@ -60,6 +61,13 @@ command=('train.py', '--ranks', '7'))
         )
     if parsed.ranks is not None and parsed.ranks < 1:
         raise BadInput(f"--ranks expects 1 or more, but got {parsed.ranks}")
+    if None not in (parsed.ranks, parsed.nproc_per_node) and (
+        str(parsed.ranks) != parsed.nproc_per_node
+    ):
+        raise BadInput(
+            f"--ranks {parsed.ranks} and --nproc-per-node {parsed.nproc_per_node} both say how "
+            "many ranks this machine has, and not the same; give one of them"
+        )
     begin = _begin_of_program(torchrun, arguments)
     # Takes abbreviations, as torchrun's does, which has refused those that could be another option.
     ours = argparse.ArgumentParser(add_help=False)
