@@ -159,6 +159,40 @@ def test_programs_that_are_none(refused, tmp_path: Path) -> None:
     assert "such as package.train, but got none" in refused("run", "--ranks", "2", "--", "-m")
 
 
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--nproc-per-node", "foo"], "--nproc-per-node expects 1 or more, auto, cpu, or gpu"),
+        (["--nproc-per-node", "xpu"], "where torch finds one, but got 'xpu'"),
+        (["--nproc-per-node", "0"], "where torch finds one, but got '0'"),
+        (["--nnodes", "0"], "--nnodes expects a number of machines"),
+        (["--nnodes", "a:b"], "the fewest and the most such as 1:4, but got 'a:b'"),
+        (["--nnodes", "3:2"], "but got '3:2'"),
+        (["--nnodes", "1:2:3"], "but got '1:2:3'"),
+        (["--max-restarts", "-1"], "--max-restarts expects 0 or more, but got -1"),
+        (["--monitor-interval", "0"], "--monitor-interval expects more than 0 seconds"),
+        (["--rdzv-backend", "nope"], "refuses its options: The rendezvous backend 'nope'"),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "here:port"], "endpoint 'here:port'"),
+        (["--rdzv-conf", "timeout"], "option 'timeout' must have a value"),
+        (["--redirects", "9"], "refuses its options: 9 does not match"),
+        (["--local-ranks-filter", "x"], "comma-separated list of integers"),
+        (
+            ["--log-dir", "/proc/x", "--redirects", "3"],
+            "--log-dir expects a folder that can be written, but got '/proc/x': No such file",
+        ),
+        (["--log-dir", "/proc"], "can be written, but got '/proc': No such file"),
+        (["--log-dir", "x.py"], "but got 'x.py': log_dir: x.py is a file"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
+)
+def test_options_with_which_no_rank_can_be_started(
+    refused, tmp_path: Path, words: list[str], complaint: str
+) -> None:
+    (tmp_path / "x.py").write_text("")
+
+    assert complaint in refused("run", *words, "x.py")
+
+
 def test_several_machines_need_a_place_to_meet(refused) -> None:
     assert "--rendezvous HOST:PORT" in refused("train", "--nodes", "2")
     for place in ("machine", "machine:", ":29400", "machine:port", "machine:70000"):

@@ -321,6 +321,19 @@ def test_a_torch_whose_agent_is_another_starts_ranks_again_all_the_same(
     assert told == (missing == "_pcontext")
 
 
+@pytest.mark.parametrize("options", [[], ["--log-dir", os.devnull]], ids=" ".join)
+def test_what_the_launcher_raises_after_it_started_ranks_is_no_bad_input(
+    reports: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    def look(*_: object) -> None:
+        raise ValueError("the launcher's own")
+
+    monkeypatch.setattr(attempts.LocalElasticAgent, "_monitor_workers", look)
+
+    with pytest.raises(ValueError, match="the launcher's own"):
+        launch(1, options, [script(reports, REPORT)])
+
+
 def test_ctrl_c_ends_every_rank_and_shows_where_one_was(reports: Path) -> None:
     text = """
 import os, sys, time

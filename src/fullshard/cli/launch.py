@@ -30,6 +30,7 @@ from torch.distributed.run import (
 from . import rank
 from .attempts import attempts_watched
 from .failures import failures_of, interruptions_in, render
+from .problems import BadInput
 
 __all__ = ["default_ranks", "launch"]
 
@@ -59,7 +60,7 @@ def launch(
     ``module:function``, that every rank calls before the program.
 
     When a rank fails, the others are ended, and the traceback of the one that failed first is
-    printed first. Ctrl-C ends all of them.
+    printed first. Ctrl-C ends all of them. Options with which no rank can be started are bad input.
 
     >>> launch(2, ["--max-restarts", "1"], ["train.py", "--steps", "10"])  # doctest: +SKIP
     0
@@ -77,7 +78,10 @@ def launch(
         rank.RANKS_PRINT: "1" if ranks_print else None,
     }
     with _environment_defaults(environment), _quiet_launcher(), attempts_watched():
-        config, program, program_arguments = config_from_args(arguments)
+        try:
+            config, program, program_arguments = config_from_args(arguments)
+        except (AssertionError, OSError, ValueError) as error:
+            raise _refusal(arguments, error) from error
         try:
             elastic_launch(config=config, entrypoint=program)(*program_arguments)
         except ChildFailedError as error:
@@ -94,6 +98,10 @@ def launch(
                 flush=True,
             )
             return 128 + error.sigval.value
+        except (OSError, ValueError) as error:
+            if _may_have_started(config.logs_specs):
+                raise
+            raise _refusal(arguments, error) from error
     return 0
 
 
@@ -133,6 +141,7 @@ def _arguments(
     arguments.training_script_args = [*calls, "--", *command]
     if ranks is not None:
         arguments.nproc_per_node = str(ranks)
+    _check_numbers(arguments)
     if _meets_nobody(arguments, parser.get_default("master_port")):
         arguments.rdzv_backend = "c10d"
         arguments.rdzv_endpoint = "localhost:0"
@@ -140,6 +149,54 @@ def _arguments(
     if arguments.master_port is None:
         arguments.master_port = 29500
     return arguments
+
+
+def _check_numbers(arguments: Namespace) -> None:
+    """Refuse numbers, such as those of ranks and machines, with which nothing can be started."""
+    try:
+        ranks = determine_local_world_size(arguments.nproc_per_node)
+    except (RuntimeError, ValueError):
+        ranks = 0
+    if ranks < 1:
+        raise BadInput(
+            "--nproc-per-node expects 1 or more, auto, cpu, or gpu where torch finds one, but got "
+            f"{arguments.nproc_per_node!r}"
+        )
+    try:
+        fewest, most = parse_min_max_nnodes(arguments.nnodes)
+    except (RuntimeError, ValueError):
+        fewest = most = 0
+    if not 0 < fewest <= most:
+        raise BadInput(
+            "--nnodes expects a number of machines, or the fewest and the most such as 1:4, but "
+            f"got {arguments.nnodes!r}"
+        )
+    if arguments.max_restarts < 0:
+        raise BadInput(f"--max-restarts expects 0 or more, but got {arguments.max_restarts}")
+    if not arguments.monitor_interval > 0:
+        raise BadInput(
+            f"--monitor-interval expects more than 0 seconds, but got {arguments.monitor_interval}"
+        )
+
+
+def _refusal(arguments: Namespace, problem: Exception) -> BadInput:
+    """What torch's launcher says of its options, in one line."""
+    if isinstance(problem, OSError) and arguments.log_dir is not None:
+        return BadInput(
+            f"--log-dir expects a folder that can be written, but got {arguments.log_dir!r}: "
+            f"{problem.strerror or problem}"
+        )
+    return BadInput(f"torch's launcher refuses its options: {' '.join(str(problem).split())}")
+
+
+def _may_have_started(logs: object) -> bool:
+    """Whether the launcher has made the folder that it makes for logs when it starts ranks.
+
+    Where it makes none, or where a version of torch has another name for it, they may have.
+    """
+    if getattr(logs, "root_log_dir", None) == os.devnull:
+        return True
+    return getattr(logs, "_run_log_dir", "") is not None
 
 
 def _meets_nobody(arguments: Namespace, no_port: int | None) -> bool:
