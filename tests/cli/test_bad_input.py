@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 
@@ -291,3 +292,14 @@ def test_modules_that_cannot_be_imported_are_not_planned(
 
     assert "'module_to_refuse' cannot be imported: " in line
     assert complaint in line
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("words", [["plan"], ["plan", "--help"], ["--version"]], ids=" ".join)
+def test_output_that_cannot_be_written(words: list[str]) -> None:
+    command = [sys.executable, "-m", "fullshard.cli.main", *words]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+
+    assert ended.returncode == 1
+    assert ended.stderr == "fullshard: the output cannot be written: No space left on device\n"

@@ -24,12 +24,21 @@ __all__ = ["call", "run_command", "show_help_or_version"]
 def call(app: typer.Typer) -> int:
     """Run the command line of this process; returns its exit status, 2 for bad input."""
     try:
-        return run_command(app)
+        status = run_command(app)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
     except BadInput as problem:
         # Under torchrun all ranks have found out the same: one of them says so.
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"fullshard: {problem}", file=sys.stderr)
         return 2
+    except OSError as problem:
+        if not _output_is_lost():
+            raise
+        if not isinstance(problem, BrokenPipeError):  # who reads no more wants to hear no more
+            print(f"fullshard: the output cannot be written: {problem.strerror}", file=sys.stderr)
+        return 1
 
 
 def run_command(app: typer.Typer) -> int:
@@ -51,6 +60,21 @@ def show_help_or_version(context: typer.Context, version: bool) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit()
+
+
+def _output_is_lost() -> bool:
+    """Whether standard output takes not even an empty line.
+
+    Then Python does not try again when it ends.
+    """
+    try:
+        print(flush=True)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        return True
+    return False
 
 
 def _in_one_line(problem: Any) -> str:
