@@ -315,6 +315,51 @@ def test_an_exception_in_the_middle_leaves_nothing_behind() -> None:
     assert_same_state(model.state_dict(), dict(bare.state_dict()))
 
 
+def parts_of(model: Any) -> list[nn.Module]:
+    """Where a state dict of a model may begin, its second block inside of each."""
+    net = getattr(model, "module", model)
+    return [model, net, net.blocks, net.blocks[1]]
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_a_hook_may_ask_for_another_state_dict_in_the_middle_of_one(use_orig_params: bool) -> None:
+    bare = build(Net)
+    model = wrapped(bare, FULL_SHARD, "one unit", use_orig_params=use_orig_params)
+    others = [*zip(parts_of(model), parts_of(bare), strict=True), (model.module.head, bare.head)]
+    asked: list[tuple[nn.Module, nn.Module]] = []
+
+    def ask(*_: Any) -> None:
+        while asked:
+            inner, reference = asked.pop()
+            assert_same_state(inner.state_dict(), dict(reference.state_dict()))
+
+    model.module.blocks[1].register_state_dict_pre_hook(ask)
+    for part, reference in zip(parts_of(model), parts_of(bare), strict=True):
+        for pair in others:
+            asked.append(pair)
+            assert_same_state(part.state_dict(), dict(reference.state_dict()))
+
+
+@ranks(2)
+def test_a_state_dict_goes_on_after_another_one_inside_was_broken_off() -> None:
+    bare = build(Net)
+    model = wrapped(bare, FULL_SHARD, "one unit")
+    asked: list[nn.Module] = []
+
+    def ask_in_vain(*_: Any) -> None:
+        if not asked:
+            raise KeyError("on purpose")
+        with pytest.raises(KeyError):
+            asked.pop().state_dict()
+
+    model.module.blocks[1].register_state_dict_pre_hook(ask_in_vain)
+    for part, reference in zip(parts_of(model), parts_of(bare), strict=True):
+        for inner in parts_of(model):
+            asked[:] = [inner]
+            assert_same_state(part.state_dict(), dict(reference.state_dict()))
+
+
 @ranks(2)
 def test_copies_and_pickles_save_their_own_parameters() -> None:
     bare = build(Net)

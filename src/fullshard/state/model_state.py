@@ -51,21 +51,25 @@ Order = dict[nn.Module, tuple[str, ...]]
 
 @dataclasses.dataclass
 class Session:
-    """The values that one ``state_dict()`` call takes from a unit."""
+    """The values that one ``state_dict()`` call takes from a unit.
 
-    owner: nn.Module | None
-    prefix: str
+    ``modules`` are those it has values of. ``around`` is that of a call that is not at its end yet:
+    a user's hook may ask for a state dict in the middle of another one.
+    """
+
+    modules: set[nn.Module]
     values: dict[nn.Module, dict[str, Any]]
-    call: FrameType | None
+    call: FrameType
+    around: Session | None
 
-    def covers(self, entering: FrameType | None) -> bool:
+    def is_around(self, entering: FrameType | None) -> bool:
         """Whether the call ``entering`` a module was made by the one that opened the session.
 
         One that was broken off left its session open, with values of then.
         """
         while entering is not None and entering is not self.call:
             entering = entering.f_back
-        return self.owner is None or entering is not None
+        return entering is not None
 
 
 class ModelState:
@@ -158,19 +162,28 @@ class ModelState:
 
     # -- saving -------------------------------------------------------------------------------
 
-    def open(self, owner: nn.Module | None, prefix: str, call: FrameType | None = None) -> None:
+    def open(self, owner: nn.Module | None, call: FrameType) -> Session:
         """Take from the unit what a ``call`` needs that began at ``owner`` (None: the wrapper)."""
         self.refuse_inside_pass("state_dict()")
-        self._session = Session(owner, prefix, {}, call)
-        with torch.no_grad():
-            self._session.values = self._take(owner)
-
-    def close(self) -> None:
-        """End the call."""
-        self._session = None
-
-    def _take(self, owner: nn.Module | None) -> dict[nn.Module, dict[str, Any]]:
+        around = self._current(call)
         below = set(self._managed) if owner is None else set(owner.modules())
+        with torch.no_grad():
+            self._session = Session(below, self._take(owner, below), call, around)
+        return self._session
+
+    def close(self, session: Session) -> None:
+        """End the call that opened the session."""
+        self._session = session.around
+
+    def _current(self, call: FrameType) -> Session | None:
+        """The session that ``call`` is a part of; those of calls that were broken off go."""
+        while self._session is not None and not self._session.is_around(call):
+            self._session = self._session.around
+        return self._session
+
+    def _take(
+        self, owner: nn.Module | None, below: set[nn.Module]
+    ) -> dict[nn.Module, dict[str, Any]]:
         wanted = {m: names for m, names in self._managed.items() if m in below}
         unit = self.unit
         if not unit.handles or not wanted:
@@ -275,14 +288,17 @@ class ModelState:
         shared = self.mesh or (self._own_mesh if use_dtensor else None)
         return None if shared is None else shared.mesh
 
-    def before_save(self, module: nn.Module, prefix: str, call: FrameType | None) -> None:
+    def before_save(self, module: nn.Module, call: FrameType) -> None:
         """A module is about to be written down by ``call``, a frame of ``state_dict()``."""
-        if self._session is None or not self._session.covers(call):
-            self.open(module, prefix, call)
+        session = self._current(call)
+        if session is None or (module in self._managed and module not in session.modules):
+            self.open(module, call)
 
-    def after_save(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    def after_save(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, call: FrameType
+    ) -> None:
         """A module and all below it were written down, this unit's values still wrong."""
-        session = self._session
+        session = self._current(call)
         if session is None:
             return
         hidden = dict.fromkeys(self._managed.get(module, ()))
@@ -296,8 +312,8 @@ class ModelState:
         for name, dtype in self._wrapper._buffer_precision.registered(module).items():
             if prefix + name in state_dict:
                 state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
-        if session.owner is module and session.prefix == prefix:
-            self.close()
+        if session.call is call:
+            self.close(session)
             self.finish(state_dict, prefix)
 
     def _names(self, module: nn.Module, values: Mapping[str, Any]) -> tuple[str, ...]:

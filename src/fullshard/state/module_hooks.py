@@ -55,12 +55,13 @@ def _states_at(module: nn.Module) -> list[ModelState]:
 def _before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     call = sys._getframe(1)
     for state in _states_at(module):
-        state.before_save(module, prefix, call)
+        state.before_save(module, call)
 
 
 def _after_save(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+    call = sys._getframe(1)
     for state in _states_at(module):
-        state.after_save(module, state_dict, prefix)
+        state.after_save(module, state_dict, prefix, call)
 
 
 def _before_load(module: nn.Module, *args: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import OrderedDict
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any
@@ -135,13 +136,13 @@ class StateDicts(nn.Module):
             before(self, prefix, keep_vars)
         state = self._model_state
         found = _empty()
-        state.open(None, prefix)
+        session = state.open(None, sys._getframe())
         try:
             self._save_to_state_dict(found, prefix, keep_vars)
             wrapped: nn.Module = self._modules[WRAPPED_MODULE]  # type: ignore[assignment]
             wrapped.state_dict(destination=found, prefix=prefix, keep_vars=keep_vars)
         finally:
-            state.close()
+            state.close(session)
         state.finish(found, prefix)
         destination.update(found)
         if state.is_visible and hasattr(destination, "_metadata"):
