@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from tests.original.training import Net, build
 from tests.state.models import SHARDED_KINDS, Odd, assert_same_state, kind, wipe, wrapped
+from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import LocalStateDictConfig, ShardingStrategy, StateDictType
@@ -90,3 +91,29 @@ def test_with_a_device_mesh_parameters_are_dtensors_over_it() -> None:
         value = model.state_dict()["head.weight"]
     assert value.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
     assert torch.equal(whole(value), bare.head.weight)
+
+
+@ranks(4)
+def test_values_that_are_cut_in_another_way_are_refused_by_all_ranks() -> None:
+    bare = nn.Linear(4, 3, bias=False)
+    model = wrapped(bare, FULL_SHARD, "one unit")
+    line, grid = (init_device_mesh(device().type, shape) for shape in ((4,), (2, 2)))
+    cuts = [
+        (line, [Replicate()]),
+        (line, [Shard(1)]),
+        (grid, [Replicate(), Shard(0)]),  # Some ranks have as many rows of it as they expect.
+        (grid, [Shard(0), Shard(0)]),
+        (DeviceMesh(device().type, [3, 1, 2, 0]), [Shard(0)]),
+    ]
+    for mesh, placements in cuts:
+        value = distribute_tensor(torch.ones(3, 4, device=device()), mesh, placements)
+        with pytest.raises(RuntimeError, match=r"parameter weight: ranks \[0, 1, 2, 3\] share it"):
+            model.load_state_dict({"weight": value})
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = halves[dist.get_rank() // 2]
+    half = wrapped(bare, FULL_SHARD, "one unit", process_group=group)
+    with kind(half, "sharded"):
+        value = half.state_dict()["weight"]
+    message = r"expect \(first row, rows\) \[\(0, 1\), .* has \[\(0, 2\), \(2, 1\)\]"
+    with pytest.raises(RuntimeError, match=message):
+        model.load_state_dict({"weight": value})

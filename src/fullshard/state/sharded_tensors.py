@@ -181,25 +181,47 @@ def shape_of(value: Any) -> torch.Size:
 
 
 def local_rows(value: Any, group: Group) -> torch.Tensor:
-    """This rank's chunk of a sharded parameter; refuses one that is cut in another way."""
-    rows = Rows.of(shape_of(value)[0], group.rank, group.size)
-    count = rows.end - rows.start
+    """This rank's chunk of a sharded parameter; refuses one that is cut in another way.
+
+    All ranks of the group refuse it or none does: one that went on would wait for the others.
+    """
     if hasattr(value, "to_local"):
-        local = value.to_local()
-        if local.shape[0] != count:
-            raise ValueError(
-                f"rank {group.rank} of {group.size} expects {count} rows of it, but the DTensor "
-                f"has {local.shape[0]} here, with placements {value.placements}"
-            )
+        _check_cut(value, group)
+        local: torch.Tensor = value.to_local()
         return local
-    shards = value.local_shards()
-    found = [(s.metadata.shard_offsets[0], s.tensor.shape[0]) for s in shards]
-    if found != ([(rows.start, count)] if count else []):
+    rows = [Rows.of(shape_of(value)[0], rank, group.size) for rank in range(group.size)]
+    expected = [(start, end - start) for start, end in rows if end > start]
+    shards = sorted(value.metadata().shards_metadata, key=lambda shard: shard.placement.rank())
+    found = [(shard.shard_offsets[0], shard.shard_sizes[0]) for shard in shards]
+    if found != expected:
         raise ValueError(
-            f"rank {group.rank} of {group.size} expects rows {rows.start} to {rows.end} of it, but "
-            f"the ShardedTensor has (first row, rows) {found} here"
+            f"the {group.size} ranks that share it expect (first row, rows) {expected} of it, but "
+            f"the ShardedTensor has {found}"
         )
     return local_shard(value)
+
+
+def _check_cut(value: Any, group: Group) -> None:
+    """Refuse a DTensor whose rows are not shared by the ranks of the group, in their order."""
+    mesh = value.device_mesh.mesh
+    cut = [
+        (place, dim)
+        for dim, place in enumerate(value.placements)
+        if not place.is_replicate() and mesh.shape[dim] > 1
+    ]
+    if group.size == 1:
+        fits = not cut
+    elif len(cut) == 1 and cut[0][0].is_shard(0):
+        lines = mesh.movedim(cut[0][1], -1).reshape(-1, mesh.shape[cut[0][1]])
+        fits = dist.get_process_group_ranks(group.group) in lines.tolist()
+    else:
+        fits = False
+    if not fits:
+        ranks = dist.get_process_group_ranks(group.group)
+        raise ValueError(
+            f"ranks {ranks} share it and expect a chunk of its rows each, but the DTensor has "
+            f"placements {value.placements} on a mesh of ranks {mesh.tolist()}"
+        )
 
 
 def local_shard(value: Any) -> torch.Tensor:
