@@ -17,7 +17,9 @@ from torch import nn
 
 import fullshard
 from fullshard import CheckpointError, ShardingStrategy
+from fullshard.state.checkpoint.content import Targets
 from fullshard.state.checkpoint.sealed import read_sealed, write_sealed
+from fullshard.state.sharded_tensors import is_sharded
 from fullshard.testing import device, ranks
 
 FULL_SHARD = ShardingStrategy.FULL_SHARD
@@ -342,3 +344,30 @@ def test_copies_may_lie_on_any_ranks(tmp_path: Path) -> None:
         for name, value in model.state_dict().items():
             assert torch.equal(value, before[name]), name
         assert_same_optim_state(full_state(model, optimizer), state)
+
+
+@ranks(2)
+def test_every_rank_reads_its_part_of_the_optimizer_state_of_a_compiled_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shared_folder(tmp_path)
+    bare = build(Net)
+    bare.head = torch.compile(bare.head, backend="eager")
+    model = wrapped(bare, FULL_SHARD, "blocks", use_orig_params=True)
+    optimizer = adam(model)
+    trained(model, optimizer, range(2))
+    expected = full_state(model, optimizer)
+    fullshard.save(folder, model, optimizer)
+    read: dict[str, Any] = {}
+    find = Targets.tensor
+
+    def note(targets: Targets, name: str) -> Any:
+        return read.setdefault(name, find(targets, name))
+
+    monkeypatch.setattr(Targets, "tensor", note)
+
+    fullshard.load(folder, model, loaded := adam(model))
+
+    assert "/optimizers/0/state/head.weight/exp_avg" in read
+    assert [name for name, value in read.items() if value.dim() and not is_sharded(value)] == []
+    assert_same_optim_state(full_state(model, loaded), expected)

@@ -18,6 +18,7 @@ from ...api import (
     ShardedStateDictConfig,
     StateDictType,
 )
+from ...engine.places import clean_tensor_name
 from ..optim_state_dicts import OptimStateDicts
 from ..sharded_tensors import empty_like, shape_of
 from ..state_dicts import StateDicts
@@ -136,11 +137,14 @@ class Targets:
         for name, reference in entries(manifest.content["model"]).items():
             if isinstance(reference, dict) and "$tensor" in reference:
                 self._patterns[reference["$tensor"]] = own[name]
+        # What torch.compile adds to names in the model is not in those of optimizer state.
+        cleaned = {clean_tensor_name(name): value for name, value in own.items()}
         for optimizer in manifest.content["optimizers"]:
             for parameter, state in entries(optimizer["state"]).items():
+                pattern = cleaned.get(parameter)
                 for reference in state.values() if isinstance(state, dict) else ():
-                    if isinstance(reference, dict) and "$tensor" in reference and parameter in own:
-                        self._patterns[reference["$tensor"]] = own[parameter]
+                    if isinstance(reference, dict) and "$tensor" in reference:
+                        self._patterns[reference["$tensor"]] = pattern
 
     def tensor(self, name: str) -> Any:
         """The tensor that will hold what the checkpoint calls ``name``."""
