@@ -348,3 +348,41 @@ def test_the_model_may_be_a_module_around_units() -> None:
             expected = state_by_names(bare, optimizer)
         else:
             assert_close_optim_state(FSDP.optim_state_dict(model, optimizer), expected)
+
+
+class Named(nn.Module):
+    """Linears under the names given."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(5, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self.children():
+            x = module(x)
+        return x
+
+
+@pytest.mark.parametrize("name", OPTIM_KINDS)
+@ranks(2)
+def test_names_that_end_as_those_of_wrappers_do_are_whole(name: str) -> None:
+    bare = build(lambda: Named("my_orig_mod", "my", "not_fsdp_wrapped_module"))
+    model = wrapped(bare, FULL_SHARD, "one unit", use_orig_params=True)
+    optimizer = adam(model)
+    trained(model, optimizer, BEFORE)
+    assert list(full_state(model, optimizer)["state"]) == list(dict(bare.named_parameters()))
+    round_trip(model, name, optimizer)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_parameters_that_only_a_wrappers_prefix_tells_apart_are_refused(
+    use_orig_params: bool,
+) -> None:
+    bare = build(lambda: Named("a"))
+    bare.a._orig_mod = nn.Linear(5, 5)
+    model = wrapped(bare, FULL_SHARD, "one unit", use_orig_params=use_orig_params)
+    message = r"a\._orig_mod\.weight and .*a\.weight are both 'a\.weight' in the state"
+    with pytest.raises(ValueError, match=message):
+        FSDP.optim_state_dict(model, adam(model))

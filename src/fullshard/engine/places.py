@@ -74,7 +74,9 @@ def find_places(root: nn.Module, parameters: Iterable[nn.Parameter]) -> dict[Any
 
 def clean_tensor_name(tensor_name: str) -> str:
     """The name as in the model that people wrote: without the prefixes that wrappers add."""
-    for prefix in _PREFIXES:
-        if prefix in tensor_name:
-            tensor_name = tensor_name.replace(prefix, "")
+    if any(prefix in tensor_name for prefix in _PREFIXES):
+        # Whole names of modules only: a name of the user's own may end in one of them.
+        *path, name = tensor_name.split(".")
+        kept = (part for part in path if f"{part}." not in _PREFIXES)
+        tensor_name = ".".join([*kept, name])
     return tensor_name

@@ -141,7 +141,30 @@ def known_parameters(model: nn.Module) -> dict[nn.Parameter, Owned]:
                 known[flat] = Owned(flat, path, tuple(originals), state, handle)
     for parameter, names in _unmanaged(model, known, managed).items():
         known[parameter] = Owned(parameter, names[0], (Original(tuple(names)),))
+    _refuse_same_names(model, known, managed)
     return known
+
+
+def _refuse_same_names(
+    model: nn.Module,
+    known: Mapping[nn.Parameter, Owned],
+    managed: set[tuple[nn.Module, str]],
+) -> None:
+    """Refuse parameters that differ in nothing but the prefixes of wrappers: state goes by name."""
+    called: dict[str, Original] = {}
+    for original in (original for owned in known.values() for original in owned.originals):
+        for name in original.names:
+            if called.setdefault(name, original) is original:
+                continue
+            places = {(m, n) for m in model.modules() for n in m._parameters} | managed
+            paths = {module: path for path, module in model.named_modules()}
+            full = (f"{paths[m]}.{n}".lstrip(".") for m, n in places if m in paths)
+            alike = sorted(path for path in full if clean_tensor_name(path) == name)
+            raise ValueError(
+                f"{' and '.join(alike)} are both {name!r} in the state of an optimizer, which is "
+                "by names without the prefixes of wrappers: call the module of one of them "
+                "otherwise"
+            )
 
 
 def _unmanaged(
