@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.original.training import Net, build
-from tests.state.models import Odd, copied, wrapped
+from tests.state.models import SHARDED_KINDS, Odd, copied, kind, wrapped
 from tests.state.optimizers import adam, assert_same_optim_state, full_state, trained
 from tests.state.test_checkpoints import shared_folder
 from torch import nn
@@ -54,6 +54,25 @@ def test_numbers_of_other_libraries_come_back_as_numbers(tmp_path: Path) -> None
     given = {"best": FloatOfALibrary("inf"), "last": FloatOfALibrary(2.5)}
 
     assert extra_after_saving(tmp_path, given) == {"best": float("inf"), "last": 2.5}
+
+
+def test_numbers_of_numpy_come_back_as_numbers(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    given = {
+        "seen": numpy.int64(2**62),
+        "best": numpy.float32(0.1),
+        "worst": numpy.float32("inf"),
+        "done": numpy.bool_(True),
+        numpy.uint8(3): numpy.complex64(1 + 2j),
+    }
+
+    found = extra_after_saving(tmp_path, given)
+
+    assert found == {**{str(k): v.item() for k, v in given.items() if k != 3}, 3: 1 + 2j}
+    assert [type(value) for value in found.values()] == [int, float, float, bool, complex]
+    for other in (numpy.timedelta64(5, "ns"), numpy.longdouble(1) / 3, numpy.zeros(2)):
+        with pytest.raises(TypeError, match=f"/extra/x is a {type(other).__name__}, which"):
+            extra_after_saving(tmp_path, {"x": other})
 
 
 def test_tensors_that_are_conjugated_lazily_are_written_as_they_are_seen(tmp_path: Path) -> None:
@@ -135,6 +154,19 @@ def test_extra_data_that_is_no_dict_is_refused_on_every_rank(tmp_path: Path) -> 
 
     with pytest.raises(TypeError, match=r"extra expects a dict, but got \[1\]"):
         fullshard.save(folder, model, extra=[1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", SHARDED_KINDS)
+@ranks(2)
+def test_extra_data_of_which_ranks_have_parts_is_refused_on_every_rank(
+    tmp_path: Path, name: str
+) -> None:
+    model = wrapped(build(Net), FULL_SHARD, "blocks")
+    with kind(model, name):
+        best = model.state_dict()
+
+    with pytest.raises(TypeError, match=r"/extra/best/0/embed\.weight is a \w+, of which .* whole"):
+        fullshard.save(shared_folder(tmp_path), model, extra={"best": [best]})
 
 
 @ranks(2)
@@ -348,7 +380,7 @@ def test_copies_may_lie_on_any_ranks(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_every_rank_reads_its_part_of_the_optimizer_state_of_a_compiled_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     folder = shared_folder(tmp_path)
     bare = build(Net)
@@ -364,9 +396,10 @@ def test_every_rank_reads_its_part_of_the_optimizer_state_of_a_compiled_module(
     def note(targets: Targets, name: str) -> Any:
         return read.setdefault(name, find(targets, name))
 
-    monkeypatch.setattr(Targets, "tensor", note)
-
-    fullshard.load(folder, model, loaded := adam(model))
+    loaded = adam(model)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Targets, "tensor", note)
+        fullshard.load(folder, model, loaded)
 
     assert "/optimizers/0/state/head.weight/exp_avg" in read
     assert [name for name, value in read.items() if value.dim() and not is_sharded(value)] == []

@@ -12,23 +12,38 @@ from typing import Any
 
 import torch
 
+from ..sharded_tensors import is_sharded
+
 Tensors = dict[str, Any]
 
 
-def take_apart(value: Any, where: str, tensors: Tensors) -> Any:
-    """``value`` as JSON data; its tensors go into ``tensors``, named after where they were."""
+def take_apart(value: Any, where: str, tensors: Tensors, may_be_sharded: bool = True) -> Any:
+    """``value`` as JSON data; its tensors go into ``tensors``, named after where they were.
+
+    Tensors that one rank has a part of are refused unless they ``may_be_sharded``.
+    """
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {"$float": repr(float(value))}
+    if _is_number_of_numpy(value):
+        return take_apart(value.item(), where, tensors)
     if _is_tensor(value):
+        if not may_be_sharded and is_sharded(value):
+            raise TypeError(
+                f"{where} is a {type(value).__name__}, of which the rank that saves it has a part "
+                "only: give the whole tensor"
+            )
         name = _unused(where, tensors)
         tensors[name] = value
         return {"$tensor": name}
     if isinstance(value, Mapping):
-        return _take_dict_apart(value, where, tensors)
+        return _take_dict_apart(value, where, tensors, may_be_sharded)
     if isinstance(value, (list, tuple, torch.Size)):
-        items = [take_apart(item, f"{where}/{i}", tensors) for i, item in enumerate(value)]
+        items = [
+            take_apart(item, f"{where}/{i}", tensors, may_be_sharded)
+            for i, item in enumerate(value)
+        ]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, complex):
         return {"$complex": [value.real, value.imag]}
@@ -43,8 +58,13 @@ def take_apart(value: Any, where: str, tensors: Tensors) -> Any:
     )
 
 
-def _take_dict_apart(value: Mapping[Any, Any], where: str, tensors: Tensors) -> Any:
-    items = {key: take_apart(item, f"{where}/{key}", tensors) for key, item in value.items()}
+def _take_dict_apart(
+    value: Mapping[Any, Any], where: str, tensors: Tensors, may_be_sharded: bool
+) -> Any:
+    items = {
+        key: take_apart(item, f"{where}/{key}", tensors, may_be_sharded)
+        for key, item in value.items()
+    }
     if all(isinstance(key, str) and not key.startswith("$") for key in items):
         return items
     return {"$dict": [[take_apart(k, f"a key of {where}", tensors), v] for k, v in items.items()]}
@@ -112,3 +132,12 @@ def dtype_named(name: str) -> torch.dtype:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or hasattr(value, "local_shards")
+
+
+def _is_number_of_numpy(value: Any) -> bool:
+    """Whether ``item()`` is the same number, exactly, as Python's; numpy need not be there."""
+    kinds = type(value).__mro__
+    if not any((kind.__module__, kind.__name__) == ("numpy", "number") for kind in kinds):
+        return (kinds[0].__module__, kinds[0].__name__) in (("numpy", "bool"), ("numpy", "bool_"))
+    # Durations count as whole numbers, of a unit that would be lost; longer floats have no other.
+    return value.dtype.kind in "iufc" and type(value.item()) in (int, float, complex)

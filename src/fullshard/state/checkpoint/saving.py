@@ -128,7 +128,10 @@ def save(
     def collect() -> Any:
         state = state_of(model, optimizer)
         given = _checked(extra) if ranks.rank == 0 else {}
-        return take_apart({**state, "extra": given}, "", tensors)
+        return {
+            **take_apart(state, "", tensors),
+            "extra": take_apart(given, "/extra", tensors, may_be_sharded=False),
+        }
 
     content = ranks.each(collect)
     if ranks.rank != 0:
