@@ -15,7 +15,7 @@ from torch import nn
 
 from ..engine.flat_param import FlatParamHandle
 from ..engine.layout import Piece, Slot
-from ..engine.places import clean_tensor_name
+from ..engine.places import WRAPPED_MODULE, clean_tensor_name
 from ..engine.tensor_parallel import Distribution
 from .model_state import FLAT_NAME, ModelState
 
@@ -159,7 +159,11 @@ def _refuse_same_names(
             places = {(m, n) for m in model.modules() for n in m._parameters} | managed
             paths = {module: path for path, module in model.named_modules()}
             full = (f"{paths[m]}.{n}".lstrip(".") for m, n in places if m in paths)
-            alike = sorted(path for path in full if clean_tensor_name(path) == name)
+            alike = sorted(
+                path.replace(f"{WRAPPED_MODULE}.", "")
+                for path in full
+                if clean_tensor_name(path) == name
+            )
             raise ValueError(
                 f"{' and '.join(alike)} are both {name!r} in the state of an optimizer, which is "
                 "by names without the prefixes of wrappers: call the module of one of them "
