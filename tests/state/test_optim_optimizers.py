@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.original.training import Net, build
 from tests.state.models import copied, wrapped
 from tests.state.optimizers import (
@@ -206,6 +207,122 @@ def test_values_per_element_inside_of_a_dict_are_refused_and_saved_locally(
     with optim_kind(model, "local"):
         saved = FSDP.optim_state_dict(model, optimizer)
     assert len(saved["state"]) == len(optimizer.state)
+
+
+class Mixed(optim.Optimizer):
+    """Keeps a value per element, or, in groups with a ``size``, that many for each parameter."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"size": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                mine = torch.arange(parameter.numel()) + 100.0 * dist.get_rank()
+                common = torch.arange(group["size"]) + 0.5
+                self.state[parameter]["v"] = (common if group["size"] else mine).to(device())
+
+
+def squares() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+
+
+def mixed(model: nn.Module, sizes: list[int]) -> tuple[optim.Optimizer, optim.Optimizer]:
+    """Optimizers with these sizes for the model's parameters, the first one stepped."""
+    model(torch.ones(2, 4, device=device())).sum().backward()
+    groups = [
+        {"params": [parameter], "size": size}
+        for parameter, size in zip(model.parameters(), sizes, strict=True)
+    ]
+    stepped, fresh = (Mixed([dict(group) for group in groups]) for _ in range(2))
+    stepped.step()
+    return stepped, fresh
+
+
+@pytest.mark.parametrize("kind", ["full", "full on the first rank", "sharded"])
+@pytest.mark.parametrize(
+    ("wrapping", "sizes", "message"),
+    [
+        ("linears", [0, 1, 1, 1], r"'v' of 0\.weight differs between rank 0 \(\(8,\)"),
+        ("linears", [0, 8, 5, 5], r"'v' of 0\.weight differs between rank 0 \(\(8,\)"),
+        ("one unit", [0, 1, 1, 1], r"'v' of 0\.weight has a value per element, which most"),
+        ("one unit", [1, 0, 0, 0], r"'v' of 0\.weight has shape \(1,\) on rank 0, but a value per"),
+        ("one unit", [3, 0, 0, 0], r"'v' of 0\.weight has shape \(3,\) on rank 0, but a value per"),
+    ],
+)
+@ranks(2)
+def test_state_of_one_name_with_a_value_per_element_here_and_not_there_is_refused(
+    kind: str, wrapping: str, sizes: list[int], message: str
+) -> None:
+    model = wrapped(build(squares), FULL_SHARD, wrapping, use_orig_params=True)
+    optimizer, _ = mixed(model, sizes)
+    with optim_kind(model, kind), pytest.raises(RuntimeError, match=message):
+        FSDP.optim_state_dict(model, optimizer)
+    with optim_kind(model, "local"):
+        assert len(FSDP.optim_state_dict(model, optimizer)["state"]) == len(optimizer.state)
+
+
+@pytest.mark.parametrize("kind", ["full", "full on the first rank", "sharded", "dtensor"])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_state_that_fits_by_accident_is_kept_where_it_is_the_same_on_all_ranks(
+    use_orig_params: bool, kind: str
+) -> None:
+    model = wrapped(build(squares), FULL_SHARD, "linears", use_orig_params=use_orig_params)
+    optimizer, fresh = mixed(model, [8, 5, 16, 5])
+    with optim_kind(model, kind):
+        saved = FSDP.optim_state_dict(model, optimizer)
+        FSDP.optim_state_dict_to_load(model, fresh, saved, load_directly=True)
+    assert fresh.state.keys() == optimizer.state.keys()
+    for parameter, state in optimizer.state.items():
+        assert torch.equal(fresh.state[parameter]["v"], state["v"])
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_lbfgs_over_shards_is_refused_and_saved_locally(use_orig_params: bool) -> None:
+    model = wrapped(build(squares), FULL_SHARD, "one unit", use_orig_params=use_orig_params)
+    inputs = torch.randn(2, 4, device=device())
+    optimizer = optim.LBFGS(model.parameters(), lr=0.1, max_iter=5)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(inputs) - 1).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    for kind in ("full", "full on the first rank", "sharded"):
+        with optim_kind(model, kind), pytest.raises(RuntimeError, match="differs between rank 0"):
+            FSDP.optim_state_dict(model, optimizer)
+    with optim_kind(model, "local"):
+        assert len(FSDP.optim_state_dict(model, optimizer)["state"]) == 1
+
+
+class Eager(Peculiar):
+    """Makes state of all parameters ahead, also of those that a rank has no part of."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+        self.step()
+        for parameter, state in self.state.items():
+            parameter.grad = None
+            state["calls"] = 0
+            state["nested"]["lrs"].clear()
+
+
+@ranks(4)
+def test_state_that_was_made_ahead_and_never_updated_does_not_count() -> None:
+    model = wrapped(build(Net), FULL_SHARD, "one unit", use_orig_params=True)
+    optimizer = Eager(model.parameters())
+    trained(model, optimizer, BEFORE)
+    found = full_state(model, optimizer)["state"]
+    assert {state["calls"] for state in found.values()} == {len(BEFORE)}
 
 
 @ranks(2)

@@ -5,6 +5,7 @@ Note: whose state counts
     So what exists, in which dtype, and every number that is not sharded (a step count) comes from
     the ranks that do hold a part of it. Whether an entry has one value per element is decided over
     all parameters that have it: a history of four values fits a piece of four elements by accident.
+    Only entries of such names are told by a digest where they fit, in a second exchange.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class Entry(NamedTuple):
 
 
 Report = list[dict[str, Fact] | None]
+#: By the parameters' positions: see ``facts_beside``.
+Beside = dict[int, dict[str, Fact]]
 
 
 def facts_here(owns: Sequence[Owned], states: States) -> Report:
@@ -75,6 +78,24 @@ def facts_here(owns: Sequence[Owned], states: States) -> Report:
         else None
         for owned in owns
     ]
+
+
+def facts_beside(owns: Sequence[Owned], states: States) -> Beside:
+    """This rank's facts about parameters of which it holds no part, but keeps tensors under them.
+
+    An optimizer may keep what it knows of all parameters together under the first one. State that
+    was made ahead of time and never updated, by its counts, is left out.
+    """
+    found: Beside = {}
+    for position, owned in enumerate(owns):
+        state = {} if owned.is_here else states.get(owned, {})
+        leaves = (leaf for leaf in tree_leaves(dict(state)) if isinstance(leaf, torch.Tensor))
+        if not any(leaf.dim() and leaf.numel() for leaf in leaves):
+            continue
+        counts = [value for key, value in state.items() if key == "step" or type(value) is int]
+        if not counts or any(counts):
+            found[position] = {key: _fact(value, (), None) for key, value in state.items()}
+    return found
 
 
 def _numbers(owns: Sequence[Owned], states: States) -> dict[tuple[Owned, str], Any]:
@@ -131,22 +152,79 @@ def check_same_parameters(found: Sequence[Sequence[str]]) -> None:
         )
 
 
-def resolve(owns: Sequence[Owned], reports: Sequence[Report]) -> list[dict[str, Entry]]:
-    """What the ranks' reports come to, for each parameter; empty where none has state."""
-    votes: Counter[str] = Counter()
-    for report in reports:
-        for facts in filter(None, report):
+def check_beside(
+    owns: Sequence[Owned], reports: Sequence[Report], besides: Sequence[Beside]
+) -> None:
+    """Refuse what ranks keep under parameters that they have no part of, if others have it not."""
+    for rank, beside in enumerate(besides):
+        for position, other in beside.items():
+            holders = ((r, report[position]) for r, report in enumerate(reports))
+            first, facts = next(((r, facts) for r, facts in holders if facts), (rank, {}))
+            for key, fact in other.items():
+                if not (fact.shape or isinstance(fact.value, Nested)) or 0 in (fact.shape or ()):
+                    continue
+                if key not in facts or facts[key].value != fact.value:
+                    _refuse(
+                        f"{key!r} of {owns[position].path} differs between rank {first} and rank "
+                        f"{rank}, which has no part of the parameter"
+                    )
+
+
+class Forms(NamedTuple):
+    """For which parameters entries have a value per element, by all ranks' reports.
+
+    ``votes`` are positive for entries that have one in most places. ``others`` are the shapes that
+    entries have where they have not.
+    """
+
+    votes: Counter[str]
+    fitting: set[str]
+    others: dict[str, set[tuple[int, ...]]]
+
+    @classmethod
+    def of(cls, reports: Sequence[Report]) -> Forms:
+        forms = cls(Counter(), set(), {})
+        for facts in (facts for report in reports for facts in report if facts):
             for key, fact in facts.items():
-                if fact.shape:
-                    votes[key] += 1 if fact.fits else -1
+                if fact.shape and fact.fits:
+                    forms.votes[key] += 1
+                    forms.fitting.add(key)
+                elif fact.shape:
+                    forms.votes[key] -= 1
+                    forms.others.setdefault(key, set()).add(fact.shape)
+        return forms
+
+    def by_accident(self) -> set[str]:
+        """Entries that fit in some places, though they are the same on all ranks elsewhere."""
+        return {key for key in self.fitting & self.others.keys() if self.votes[key] <= 0}
+
+
+def with_digests(report: Report, owns: Sequence[Owned], states: States, keys: set[str]) -> Report:
+    """The report with a digest also of those tensors of the ``keys`` that fit."""
     return [
-        _resolve_one(owned, [report[position] for report in reports], votes)
+        facts
+        and {
+            key: fact._replace(value=_digest(states[owned][key]))
+            if key in keys and fact.shape and fact.fits
+            else fact
+            for key, fact in facts.items()
+        }
+        for owned, facts in zip(owns, report, strict=True)
+    ]
+
+
+def resolve(
+    owns: Sequence[Owned], reports: Sequence[Report], forms: Forms
+) -> list[dict[str, Entry]]:
+    """What the ranks' reports come to, for each parameter; empty where none has state."""
+    return [
+        _resolve_one(owned, [report[position] for report in reports], forms)
         for position, owned in enumerate(owns)
     ]
 
 
 def _resolve_one(
-    owned: Owned, found: Sequence[Mapping[str, Fact] | None], votes: Mapping[str, int]
+    owned: Owned, found: Sequence[Mapping[str, Fact] | None], forms: Forms
 ) -> dict[str, Entry]:
     holders = [(rank, facts) for rank, facts in enumerate(found) if facts is not None]
     if not holders:
@@ -161,13 +239,31 @@ def _resolve_one(
             )
     entries: dict[str, Entry] = {}
     for key, fact in facts.items():
-        kind = _kind(fact, votes.get(key, 0))
+        kind = _kind(fact, forms.votes[key])
         if kind is Kind.NESTED and fact.fits and len(holders) == 1:
             _refuse(f"{key!r} of {owned.path} has values of a rank's piece inside")
+        if kind is Kind.PER_ELEMENT and not fact.fits:
+            _refuse(
+                f"{key!r} of {owned.path} has shape {fact.shape} on rank {first}, but a value per "
+                "element in most parameters"
+            )
+        if kind is Kind.WHOLE and fact.fits and len(holders) == 1:
+            _check_accident(owned, key, fact, forms)
         for rank, other in holders[1:]:
             _compare(f"{key!r} of {owned.path}", kind, (first, fact), (rank, other[key]))
         entries[key] = Entry(kind, fact, first)
     return entries
+
+
+def _check_accident(owned: Owned, key: str, fact: Fact, forms: Forms) -> None:
+    """Refuse what seems to have a value per element, on the one rank that has the parameter.
+
+    It has not if it has the same shape elsewhere, where it does not fit; and it does not matter if
+    that is the shape of the whole parameter.
+    """
+    whole = not owned.is_flat and owned.shape_of(owned.originals[0]) == fact.shape
+    if not whole and fact.shape not in forms.others[key]:
+        _refuse(f"{key!r} of {owned.path} has a value per element, which most parameters have not")
 
 
 def _kind(fact: Fact, votes: int) -> Kind:
@@ -184,9 +280,7 @@ def _compare(what: str, kind: Kind, one: tuple[int, Fact], two: tuple[int, Fact]
     if kind is Kind.PER_ELEMENT:
         alike = alike and fact.fits and other.fits
     elif kind is Kind.WHOLE:
-        by_accident = fact.fits or other.fits
-        alike = alike and fact.shape == other.shape
-        alike = alike and (by_accident or fact.value == other.value)
+        alike = alike and fact.shape == other.shape and fact.value == other.value
     elif kind is Kind.NESTED:
         alike = alike and fact.value == other.value
     if not alike:

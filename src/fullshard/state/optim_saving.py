@@ -19,7 +19,18 @@ from ..engine.collectives import Group
 from ..engine.flat_param import FlatParamHandle
 from . import gathering
 from .model_state import ModelState
-from .optim_facts import Entry, Kind, States, check_same_parameters, facts_here, resolve
+from .optim_facts import (
+    Entry,
+    Forms,
+    Kind,
+    States,
+    check_beside,
+    check_same_parameters,
+    facts_beside,
+    facts_here,
+    resolve,
+    with_digests,
+)
 from .optim_parameters import Groups, Owned, units_of
 
 Saved = dict[str, dict[str, Any]]
@@ -56,10 +67,17 @@ class Saving:
         entries: dict[Owned, dict[str, Entry]] = {}
         for group, members in sharing.items():
             group.begin_pass("optimizer state", "(all)")
-            told = ([owned.path for owned in members], facts_here(members, self._states))
-            paths, reports = zip(*group.gather_objects(told, "(all)"), strict=True)
+            mine = facts_here(members, self._states)
+            beside = facts_beside(members, self._states)
+            told = ([owned.path for owned in members], mine, beside)
+            paths, reports, besides = zip(*group.gather_objects(told, "(all)"), strict=True)
             check_same_parameters(paths)
-            entries.update(zip(members, resolve(members, reports), strict=True))
+            forms = Forms.of(reports)
+            if by_accident := forms.by_accident():
+                mine = with_digests(mine, members, self._states, by_accident)
+                reports = tuple(group.gather_objects(mine, "(all)"))
+            check_beside(members, reports, besides)
+            entries.update(zip(members, resolve(members, reports, forms), strict=True))
         self._agree_between_parts(entries)
         return entries
 
