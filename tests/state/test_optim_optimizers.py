@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +22,10 @@ from tests.state.optimizers import (
     state_by_names,
     trained,
 )
+from tests.state.test_checkpoints import shared_folder
 from torch import nn, optim
 
+import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import OptimStateKeyType, ShardingStrategy
 from fullshard.state.optim_facts import equal
@@ -323,6 +326,48 @@ def test_state_that_was_made_ahead_and_never_updated_does_not_count() -> None:
     trained(model, optimizer, BEFORE)
     found = full_state(model, optimizer)["state"]
     assert {state["calls"] for state in found.values()} == {len(BEFORE)}
+
+
+@pytest.mark.parametrize("kind", ["full", "full on the first rank", "sharded", "dtensor"])
+@ranks(2)
+def test_factors_that_have_their_parameters_shape_by_accident_are_whole(kind: str) -> None:
+    def make_model() -> nn.Module:
+        return nn.Sequential(nn.Linear(1, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+
+    def step(optimizer: optim.Optimizer) -> None:
+        model(torch.ones(2, 1, device=device())).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model = wrapped(build(make_model), ShardingStrategy.NO_SHARD, "one unit", use_orig_params=True)
+    optimizer, loaded = (optim.Adafactor(model.parameters()) for _ in range(2))
+    step(optimizer)
+    expected = full_state(model, optimizer)
+    with optim_kind(model, kind):
+        saved = FSDP.optim_state_dict(model, optimizer)
+        FSDP.optim_state_dict_to_load(model, loaded, saved, load_directly=True)
+    assert_same_optim_state(full_state(model, loaded), expected)
+    step(loaded)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_a_history_that_has_a_parameters_shape_by_accident_is_whole_in_checkpoints(
+    tmp_path: Path, use_orig_params: bool
+) -> None:
+    def make_model() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(3, 3))
+
+    folder = shared_folder(tmp_path)
+    model = wrapped(build(make_model), FULL_SHARD, "linears", use_orig_params=use_orig_params)
+    optimizer, loaded = (Peculiar(model.parameters()) for _ in range(2))
+    trained(model, optimizer, BEFORE)
+    expected = full_state(model, optimizer)["state"]
+    assert expected["0.bias"]["history"].shape == (4,)
+    fullshard.save(folder, model, optimizer)
+    fullshard.load(folder, model, loaded)
+    for name, state in full_state(model, loaded)["state"].items():
+        assert torch.equal(state["history"], expected[name]["history"])
 
 
 @ranks(2)

@@ -180,7 +180,7 @@ class Loading:
             state = original.find(self._saved) or {}
             for key, value in state.items():
                 if owned.handle is None or not self._is_part(key, value):
-                    value = self._arrival.whole(value)
+                    value = self._arrival.whole(_unsharded(owned, original, value))
                     name, known = values.setdefault(key, (original.name, value))
                     if name != original.name and not equal(known, value):
                         raise RuntimeError(
@@ -214,6 +214,24 @@ def _entries_per_element(groups: Groups, saved: SavedState) -> set[str]:
     decided = {key for key, count in votes.items() if count > 0}
     # A parameter that is a number has state that is a number, as its count of steps is.
     return decided | {key for key in undecided if key not in votes and key != "step"}
+
+
+def _unsharded(owned: Owned, original: Original, value: Any) -> Any:
+    """An entry that has its parameter's shape by accident, and was cut as the parameter is.
+
+    All ranks that share the parameter call this.
+    """
+    if owned.unit is None or not isinstance(value, torch.Tensor) or not is_sharded(value):
+        return value
+    if owned.distribution(original) is not None:
+        joint: Any = value  # A DTensor: nothing else is known of tensor-parallel parameters.
+        return joint.full_tensor()
+    unit = owned.unit.unit
+    rows = rows_here(value, unit, None)
+    assert rows is not None
+    unit.shards.begin_pass("load optimizer state", unit.name)
+    (whole,) = gather_chunks(unit, [shape_of(value)], [rows])
+    return whole.to(rows.device)
 
 
 def _cloned(leaf: Any) -> Any:
