@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.testing import device, ranks
+from fullshard.testing import device, ranks, run_on_ranks
 
 FULL_SHARD = ShardingStrategy.FULL_SHARD
 BEFORE = range(2)
@@ -386,3 +386,43 @@ def test_parameters_that_only_a_wrappers_prefix_tells_apart_are_refused(
     message = r"^a\._orig_mod\.weight and a\.weight are both 'a\.weight' in the state"
     with pytest.raises(ValueError, match=message):
         FSDP.optim_state_dict(model, adam(model))
+
+
+class Scalars(nn.Module):
+    """Parameters without dimensions, and no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(2.0))
+        self.shift = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain + self.shift
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("kind_of", [torch.optim.Adam, torch.optim.NAdam, torch.optim.ASGD])
+@pytest.mark.parametrize("size", [1, 2])
+def test_numbers_of_an_optimizer_stay_numbers_where_all_parameters_are(
+    size: int, kind_of: type[torch.optim.Optimizer], use_orig_params: bool
+) -> None:
+    run_on_ranks(size, resume_scalars, kind_of, use_orig_params)
+
+
+def resume_scalars(kind_of: type[torch.optim.Optimizer], use_orig_params: bool) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return kind_of(model.parameters(), lr=0.02)  # type: ignore[call-arg]
+
+    bare, bare_optimizer, reference = bare_reference(Scalars, make, BEFORE)
+    model = wrapped(build(Scalars), FULL_SHARD, "one unit", use_orig_params=use_orig_params)
+    optimizer = make(model)
+    trained(model, optimizer, BEFORE)
+    saved = full_state(model, optimizer)
+    assert_close_optim_state(saved, reference)
+    loaded = make(model)
+    FSDP.optim_state_dict_to_load(model, loaded, saved, load_directly=True)
+    assert_same_optim_state(full_state(model, loaded), saved)
+    torch.testing.assert_close(
+        next_loss_and_step(model, loaded, 2),
+        next_loss_and_step(bare, bare_optimizer, 2, bare=True),
+    )

@@ -21,6 +21,9 @@ from .sharded_tensors import gather_chunks, is_sharded, shape_of
 
 SavedState = Mapping[str, Mapping[str, Any]]
 
+#: What torch's optimizers call their numbers: a step count, and what NAdam and ASGD derive from it.
+_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+
 
 class Arrival(Protocol):
     """How saved values reach this rank. All ranks ask for the same things in the same order."""
@@ -212,8 +215,9 @@ def _entries_per_element(groups: Groups, saved: SavedState) -> set[str]:
                 else:
                     votes[key] -= 1
     decided = {key for key, count in votes.items() if count > 0}
-    # A parameter that is a number has state that is a number, as its count of steps is.
-    return decided | {key for key in undecided if key not in votes and key != "step"}
+    # A parameter that is a number has state that is a number, as its count of steps is: where there
+    # are no others to tell by, the name tells.
+    return decided | {key for key in undecided if key not in votes and key not in _NUMBERS}
 
 
 def _unsharded(owned: Owned, original: Original, value: Any) -> Any:
