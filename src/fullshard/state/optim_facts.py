@@ -88,7 +88,9 @@ def facts_beside(owns: Sequence[Owned], states: States) -> Beside:
     """
     found: Beside = {}
     for position, owned in enumerate(owns):
-        state = {} if owned.is_here else states.get(owned, {})
+        state = states.get(owned)
+        if not state or owned.is_here:
+            continue
         leaves = (leaf for leaf in tree_leaves(dict(state)) if isinstance(leaf, torch.Tensor))
         if not any(leaf.dim() and leaf.numel() for leaf in leaves):
             continue
