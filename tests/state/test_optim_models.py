@@ -380,9 +380,12 @@ def test_names_that_end_as_those_of_wrappers_do_are_whole(name: str) -> None:
 def test_parameters_that_only_a_wrappers_prefix_tells_apart_are_refused(
     use_orig_params: bool,
 ) -> None:
-    bare = build(lambda: Named("a"))
-    bare.a._orig_mod = nn.Linear(5, 5)
-    model = wrapped(bare, FULL_SHARD, "one unit", use_orig_params=use_orig_params)
+    def make_model() -> nn.Module:
+        bare = Named("a")
+        bare.a._orig_mod = nn.Linear(5, 5)
+        return bare
+
+    model = wrapped(build(make_model), FULL_SHARD, "one unit", use_orig_params=use_orig_params)
     message = r"^a\._orig_mod\.weight and a\.weight are both 'a\.weight' in the state"
     with pytest.raises(ValueError, match=message):
         FSDP.optim_state_dict(model, adam(model))

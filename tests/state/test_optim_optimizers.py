@@ -367,7 +367,8 @@ def test_a_history_that_has_a_parameters_shape_by_accident_is_whole_in_checkpoin
     fullshard.save(folder, model, optimizer)
     fullshard.load(folder, model, loaded)
     for name, state in full_state(model, loaded)["state"].items():
-        assert torch.equal(state["history"], expected[name]["history"])
+        # On a GPU, too, it was kept on the host; torch's optimizers load to where parameters are.
+        assert torch.equal(state["history"].cpu(), expected[name]["history"].cpu())
 
 
 @ranks(2)
