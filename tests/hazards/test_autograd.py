@@ -364,7 +364,7 @@ def test_auxiliary_losses_that_begin_with_a_later_step_reach_their_parameters(
 
 
 @pytest.mark.parametrize("prefetch", [*BackwardPrefetch, None])
-@pytest.mark.parametrize("place", ["_private", "buffer"])
+@pytest.mark.parametrize("place", ["_private", "_list", "buffer"])
 @EACH_STRATEGY
 @ranks(2)
 def test_auxiliary_losses_are_found_under_any_name(
@@ -379,10 +379,41 @@ def test_auxiliary_losses_are_found_under_any_name(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             output = super().forward(x)
             # After the output, so that autograd comes to it first.
-            setattr(self, place, self.down(torch.tanh(self.up(output))).square().mean())
+            loss = self.down(torch.tanh(self.up(output))).square().mean()
+            setattr(self, place, [loss] if place == "_list" else loss)
             return output
 
-    compare_keeping(Keeps, lambda block: getattr(block, place), strategy, prefetch)
+    def kept_by(block: nn.Module) -> torch.Tensor:
+        kept = getattr(block, place)
+        return kept[0] if place == "_list" else kept
+
+    compare_keeping(Keeps, kept_by, strategy, prefetch)
+
+
+@ranks(2)
+def test_private_attributes_of_modules_are_not_searched_for_losses() -> None:
+    searched = []
+
+    class LeadsAnywhere:
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("__dict__", "__slots__"):
+                searched.append(name)
+            return super().__getattribute__(name)
+
+    class Holds(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self._one = LeadsAnywhere()
+            self._several = [self._one]
+            self._named = {"one": self._one}
+
+    class HoldingNet(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Holds() for _ in range(3))
+
+    compare(HoldingNet, auto_wrap_policy=ModuleWrapPolicy({Holds}))
+    assert searched == []
 
 
 @EACH_STRATEGY

@@ -84,10 +84,10 @@ class SideOutputs:
                 (attributes, name)
                 for attributes in self._attributes
                 for name, value in attributes.items()
-                if name not in _INTERNAL and self._is_of_interest(value)
+                if name not in _INTERNAL and self._is_of_interest(_visible(name, value))
             ]
         for attributes, name in self._places:
-            yield attributes.get(name)
+            yield _visible(name, attributes.get(name))
 
     def _is_of_interest(self, value: Any) -> bool:
         """Whether there is such a tensor, or a place that a later forward may put one in."""
@@ -101,6 +101,20 @@ class SideOutputs:
             # Larger ones are a module's constants, or parameters.
             return value.numel() == 1
         return any(map(self._unit.made, tensors_in(value)))
+
+
+def _visible(name: str, value: Any) -> Any:
+    """What is looked at of an attribute: of a private one tensors, alone or in a list or dict.
+
+    Its other objects may lead anywhere, to the whole model, and to look there would take for ever.
+    """
+    if not name.startswith("_") or value is None:
+        return value
+    if isinstance(value, (list, tuple, dict)):
+        inside = value.values() if isinstance(value, dict) else value
+        tensors = [item for item in inside if isinstance(item, torch.Tensor)]
+        return tensors if tensors or not value else False
+    return value if isinstance(value, (torch.Tensor, int, float)) else False
 
 
 class _Watch:
