@@ -34,6 +34,13 @@ EACH_MODE = pytest.mark.parametrize(("strategy", "use_orig_params"), MODES)
 EACH_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
+def net_of(block: type[Block], count: int = 3) -> Net:
+    """A net of blocks of another kind."""
+    net = Net()
+    net.blocks = nn.ModuleList(block() for _ in range(count))
+    return net
+
+
 def wrapped(strategy: ShardingStrategy, use_orig_params: bool = True) -> FSDP:
     return FSDP(
         build(Net),
@@ -348,11 +355,6 @@ def test_auxiliary_losses_that_begin_with_a_later_step_reach_their_parameters(
                 self.aux = self.up(x).square().mean()
             return output
 
-    class LateNet(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Late() for _ in range(3))
-
     def step_of(model: Any, step: int) -> torch.Tensor:
         loss = model(inputs(step)).square().mean()
         if step > 0:
@@ -360,7 +362,7 @@ def test_auxiliary_losses_that_begin_with_a_later_step_reach_their_parameters(
         loss.backward()
         return loss.detach()
 
-    compare(LateNet, step_of, auto_wrap_policy=ModuleWrapPolicy({Late}))
+    compare(lambda: net_of(Late), step_of, auto_wrap_policy=ModuleWrapPolicy({Late}))
 
 
 @pytest.mark.parametrize("prefetch", [*BackwardPrefetch, None])
@@ -407,12 +409,7 @@ def test_private_attributes_of_modules_are_not_searched_for_losses() -> None:
             self._several = [self._one]
             self._named = {"one": self._one}
 
-    class HoldingNet(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Holds() for _ in range(3))
-
-    compare(HoldingNet, auto_wrap_policy=ModuleWrapPolicy({Holds}))
+    compare(lambda: net_of(Holds), auto_wrap_policy=ModuleWrapPolicy({Holds}))
     assert searched == []
 
 
@@ -445,11 +442,6 @@ def compare_keeping(
 ) -> None:
     """Train a net of such blocks, each with a loss of its own that it does not return."""
 
-    class Keeping(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(block() for _ in range(4))
-
     def step_of(model: Any, step: int) -> torch.Tensor:
         loss = model(inputs(step)).square().mean()
         loss = loss + sum(map(kept_by, model.blocks))
@@ -457,7 +449,7 @@ def compare_keeping(
         return loss.detach()
 
     compare(
-        Keeping,
+        lambda: net_of(block, 4),
         step_of,
         sharding_strategy=strategy,
         backward_prefetch=prefetch,
