@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Mapping
 from typing import Any
 
-Table = Mapping[str, Mapping[str, Any]]
+Row = Mapping[str, Any]
+Table = Mapping[str, Row]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,19 +29,33 @@ def faster_by(factor: float, *others: str) -> Bar:
     return Bar("step ms", 1 / factor, others)
 
 
-def judge(bars: tuple[Bar, ...], table: Table) -> list[dict[str, Any]]:
+def quotient(row: Row, other: Row, column: str) -> float:
+    """How many times ``other``'s value ``row`` has."""
+    ratio: float = row[column] / other[column]
+    return ratio
+
+
+def median_by_round(row: Row, other: Row, column: str) -> float:
+    """The same, as the median over rounds in which both had a turn.
+
+    Neighbours share what else the machine does: a busy minute, or a slow one, is in both.
+    """
+    pairs = zip(row["rounds"], other["rounds"], strict=True)
+    return statistics.median(one[column] / another[column] for one, another in pairs)
+
+
+def judge(
+    bars: tuple[Bar, ...], table: Table, compare: Callable[[Row, Row, str], float] = quotient
+) -> list[dict[str, Any]]:
     """The ratio that each bar is about; bars whose rows were not measured are left out."""
     verdicts = []
     for bar in bars:
-        others = {
-            other: table[other][bar.column]
-            for other in bar.others
-            if table.get(other, {}).get(bar.column)
-        }
+        others = [other for other in bar.others if table.get(other, {}).get(bar.column)]
         if bar.row not in table or not others or table[bar.row].get(bar.column) is None:
             continue
-        lowest = min(others, key=lambda other: others[other])
-        ratio = table[bar.row][bar.column] / others[lowest]
+        ratios = {other: compare(table[bar.row], table[other], bar.column) for other in others}
+        lowest = max(ratios, key=lambda other: ratios[other])
+        ratio = ratios[lowest]
         verdicts.append(
             {
                 "row": bar.row,

@@ -10,7 +10,8 @@ bf16 compute, fp32 shards and reduction, fused AdamW. Each row lives in a proces
 because some leave memory behind; the processes of a case take turns, round by round, and give
 cached memory back after their turn. Columns, medians over rounds: "step ms", time per step of
 several in a row; "host ms", time until the host has given out a step to an idle device; peak
-memory during the rounds; collectives per step.
+memory during the rounds; collectives per step. Times are compared within each round, and the
+median of those ratios is what is judged; a host that others use too needs many short rounds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,17 @@ from typing import Any
 import gpt
 import groups
 import torch
-from bars import Bar, at_most, faster_by, judge, show_table, show_verdicts
+from bars import (
+    Bar,
+    Row,
+    at_most,
+    faster_by,
+    judge,
+    median_by_round,
+    quotient,
+    show_table,
+    show_verdicts,
+)
 from rows import Setting, Training
 from workers import Worker
 
@@ -197,8 +208,13 @@ def _summary(rounds: list[dict[str, float | None]]) -> dict[str, float | None]:
     return summary
 
 
+def _compare(row: Row, other: Row, column: str) -> float:
+    compare = quotient if column.endswith("GiB") else median_by_round
+    return compare(row, other, column)
+
+
 def _judge(case: str, table: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    verdicts = judge(BARS.get(case, MEMORY), table)
+    verdicts = judge(BARS.get(case, MEMORY), table, _compare)
     if case.endswith("@1") and "fullshard" in table:
         count = table["fullshard"]["collectives"]
         verdicts.append(
