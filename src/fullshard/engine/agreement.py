@@ -97,22 +97,26 @@ class Agreement:
         #: The place of the last operation for which it was told that others are waited for.
         self._told = -1
 
-    def settle(self, operation: Operation, begins_pass: bool = False) -> None:
-        """Return when every rank is known to do ``operation`` next; raise if one is not."""
+    def settle(self, asked: tuple[str, str, int], begins_pass: bool = False) -> None:
+        """Return when every rank is known to do what is ``asked`` next; raise if one is not.
+
+        An :class:`Operation` in all but type: one that is known need not be made again.
+        """
         if self._finding is not None:
             raise RanksDisagreeError(self._finding)
         # What a pass consists of follows from how it began; which pass is next, from the last few.
         path = hash((self._path, *self._passes)) if begins_pass else self._path
         known = self._table.get(path)
-        if known is None or known[0] != operation:
+        if known is None or known[0] != asked:
+            operation = Operation(*asked)
             self._meet(operation)
             if len(self._table) >= _TABLE_LIMIT:
                 self._table.clear()
             known = operation, hash(operation if begins_pass else (path, operation))
             self._table[path] = known
+        operation, self._path = known
         self._recent.append((self._count, operation))
         self._count += 1
-        self._path = known[1]
         if begins_pass:
             self._passes.append(operation)
 
@@ -277,7 +281,7 @@ def _is_in_forward(place: int, history: dict[int, Operation]) -> bool:
 class NoAgreement:
     """For groups of one rank, groups without a store, and when the check is switched off."""
 
-    def settle(self, operation: Operation, begins_pass: bool = False) -> None:
+    def settle(self, asked: tuple[str, str, int], begins_pass: bool = False) -> None:
         pass
 
     def wait(self, work: Any) -> None:

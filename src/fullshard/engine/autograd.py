@@ -18,6 +18,9 @@ from typing import Any
 
 import torch
 
+#: What can be made without anything else, and takes a number as all nodes do.
+_AnyNode = torch._C._functions.UndefinedGrad
+
 Receiver = Callable[[tuple[torch.Tensor | None, ...]], None]
 
 
@@ -41,8 +44,8 @@ class ParameterNode:
 
     def __init__(self, views: Sequence[torch.Tensor], receiver: Receiver) -> None:
         with torch.inference_mode(False), torch.enable_grad():
-            self._anchor = torch.empty(0, requires_grad=True)
-            self.outputs: tuple[torch.Tensor, ...] = _HandOut.apply(self._anchor, views, receiver)
+            anchor = torch.empty(0, requires_grad=True)
+            self.outputs: tuple[torch.Tensor, ...] = _HandOut.apply(anchor, views, receiver)
         node = self.outputs[0].grad_fn
         assert node is not None
         self.node = node
@@ -52,7 +55,7 @@ class ParameterNode:
         birth = torch.autograd._get_sequence_nr()
         self.node._set_sequence_nr(birth)
         # Use the number up, so that neither the unit's first node nor another's last one has it.
-        self._anchor.view(0)
+        _AnyNode()
 
 
 _NODE = _HandOut._backward_cls

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .agreement import Operation, agreement_for
+from .agreement import agreement_for
 from .started import Started, leave_time_at_exit
 
 # torch 2.13 renamed the flat collectives; 2.11 has only the old names, and both are methods of
@@ -74,17 +74,17 @@ class Group:
         """Return when all ranks are known to do this next, with tensors of these sizes."""
         if self._agreement is not None:
             elements = sum(map(torch.Tensor.numel, tensors))
-            self._settle(Operation(verb, unit, elements))
+            self._settle((verb, unit, elements))
 
     def begin_pass(self, kind: str, unit: str) -> None:
         """Return when all ranks are known to begin this kind of pass."""
         if self._agreement is not None:
-            self._settle(Operation(kind, unit), begins_pass=True)
+            self._settle((kind, unit, 0), begins_pass=True)
 
-    def _settle(self, operation: Operation, begins_pass: bool = False) -> None:
+    def _settle(self, asked: tuple[str, str, int], begins_pass: bool = False) -> None:
         assert self._agreement is not None
         try:
-            self._agreement.settle(operation, begins_pass)
+            self._agreement.settle(asked, begins_pass)
         except BaseException:
             _stuck.append(self.group)
             raise

@@ -15,7 +15,10 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """``value`` with its floating-point tensors in ``dtype``; gradients flow back through it."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+        # Most are in it already; to compare takes a tenth of asking for what is there.
+        if tensor.dtype is dtype or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(dtype)
 
     return replace_tensors(value, cast)
 
