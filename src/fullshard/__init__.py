@@ -25,7 +25,7 @@ from .api import (
 )
 from .engine.agreement import RanksDisagreeError
 from .engine.flat_param import FlatParameter
-from .fsdp import FullyShardedDataParallel, register_fsdp_forward_method
+from .fsdp import FullyShardedDataParallel, UnshardHandle, register_fsdp_forward_method
 from .grad.scaler import ShardedGradScaler
 from .state.optim_template import optim_state_template
 
@@ -56,6 +56,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "UnshardHandle",
     "export_safetensors",
     "latest",
     "load",

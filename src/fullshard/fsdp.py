@@ -6,6 +6,7 @@ What the wrapper does is decided in ``wrap``, carried out by ``engine``, and sho
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -424,6 +425,16 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
         if self._schedule is not None:
             self._schedule.rest()
         return {**self.__dict__, "_schedule": None, "_is_root": None, "_enclosing": None}
+
+
+def _show_public_arguments(function: Any) -> None:
+    """Let ``help`` and ``inspect`` tell of the arguments that are users', not of wrapping's own."""
+    signature = inspect.signature(function)
+    public = [p for name, p in signature.parameters.items() if not name.startswith("_")]
+    function.__signature__ = signature.replace(parameters=public)
+
+
+_show_public_arguments(FullyShardedDataParallel.__init__)
 
 
 class UnshardHandle:

@@ -54,9 +54,11 @@ class GradientMethods(nn.Module):
         visible = [p for p in self.parameters() if p.is_leaf]
         nn.ParameterList([*hidden, *visible]).zero_grad(set_to_none)
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Switch what :meth:`no_sync` switches, without a context."""
-        for unit in self._units():
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Switch what :meth:`no_sync` switches, without a context; with ``recurse`` below, too."""
+        for unit in self._units() if recurse else [self._unit]:
             unit.synchronizes = requires_gradient_sync
 
     def clip_grad_norm_(

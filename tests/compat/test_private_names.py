@@ -182,3 +182,31 @@ def test_a_model_loaded_in_low_precision_is_kept_in_full_precision_as_accelerate
     with FullyShardedDataParallel.summon_full_params(model):
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, expected[name])
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_the_first_rank_brings_shared_parameters_to_the_others(use_orig_params: bool) -> None:
+    with installed():
+        from torch.distributed.checkpoint import state_dict
+
+        options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        model = FullyShardedDataParallel(Tied().to(device()), use_orig_params=use_orig_params)
+        optimizer = torch.optim.Adam(model.parameters())
+        value = torch.arange(24.0, device=device()).view(6, 4)
+        first = torch.distributed.get_rank() == 0
+        given = {"embedding.weight": value, "head.weight": value} if first else {}
+        state_dict.set_model_state_dict(model, given, options=options)
+        state = state_dict.get_optimizer_state_dict(model, optimizer)
+
+    with FullyShardedDataParallel.summon_full_params(model):
+        torch.testing.assert_close(model.module.head.weight.detach(), value)
+    assert set(state["state"]) <= {"embedding.weight"}

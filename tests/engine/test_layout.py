@@ -229,3 +229,14 @@ def test_ranks_own_the_pieces_that_the_picture_shows() -> None:
     # (in_shard, offset in the shard, start in the parameter, elements)
     assert layout.pieces(0) == ((True, 0, 0, 21), (True, 24, 0, 19), (False, 0, 0, 0))
     assert layout.pieces(1) == ((False, 0, 0, 0), (True, 0, 19, 16), (True, 17, 0, 25))
+
+
+def test_metadata_of_lists_equals_metadata_of_tuples() -> None:
+    ours = FlatParamShardMetadata(("a",), (torch.Size((2, 3)),), (6,), ((0, 5),))
+    listed: Any = FlatParamShardMetadata(["a"], [(2, 3)], [6], [(0, 5)])  # type: ignore[arg-type]
+    other: Any = FlatParamShardMetadata(["a"], [(2, 3)], [6], [(0, 4)])  # type: ignore[arg-type]
+
+    assert ours == listed
+    assert hash(ours) == hash(listed)
+    assert ours != other
+    assert ours != (("a",), ((2, 3),), (6,), ((0, 5),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ from torch import nn
 
 from fullshard import BackwardPrefetch, ShardingStrategy
 from fullshard import FullyShardedDataParallel as FSDP
+from fullshard.engine.structures import tensors_in
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -335,34 +337,47 @@ def test_auxiliary_losses_stored_on_modules_reach_their_parameters(
     )
 
 
-@pytest.mark.parametrize("before", ["not there", None, 0.0, torch.zeros(())])
+@pytest.mark.parametrize(
+    "before", ["not there", None, 0.0, torch.zeros(()), [None], {"aux": None}, {"aux": 0.0}]
+)
 @ranks(2)
 def test_auxiliary_losses_that_begin_with_a_later_step_reach_their_parameters(
-    before: torch.Tensor | float | str | None,
+    before: torch.Tensor | float | str | list[Any] | dict[str, Any] | None,
 ) -> None:
     class Late(Block):
         def __init__(self) -> None:
             super().__init__()
             self.calls = 0
             if not isinstance(before, str):
-                self.aux = before
+                self.aux = copy.copy(before)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.calls += 1
             output = super().forward(x)
             if self.calls > 1:
                 # After the output, so that autograd comes to it first.
-                self.aux = self.up(x).square().mean()
+                loss = self.up(x).square().mean()
+                if isinstance(before, list):
+                    loss = [loss]
+                elif isinstance(before, dict):
+                    loss = {"aux": loss}
+                self.aux = loss
             return output
 
     def step_of(model: Any, step: int) -> torch.Tensor:
         loss = model(inputs(step)).square().mean()
         if step > 0:
-            loss = loss + sum(block.aux for block in model.blocks)
+            loss = loss + sum(sum(tensors_in(block.aux)) for block in model.blocks)
         loss.backward()
         return loss.detach()
 
-    compare(lambda: net_of(Late), step_of, auto_wrap_policy=ModuleWrapPolicy({Late}))
+    # Without a gather ahead, which would have the parameters there by chance.
+    compare(
+        lambda: net_of(Late),
+        step_of,
+        auto_wrap_policy=ModuleWrapPolicy({Late}),
+        backward_prefetch=None,
+    )
 
 
 @pytest.mark.parametrize("prefetch", [*BackwardPrefetch, None])

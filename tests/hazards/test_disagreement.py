@@ -10,6 +10,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -329,3 +330,18 @@ def test_the_check_can_be_switched_off() -> None:
     assert isinstance(model._unit.shards._agreement, agreement.NoAgreement)
     assert torch.isfinite(step(model)).all()
     assert {p.device for p in model.parameters()} == {device()}
+
+
+def test_ranks_that_are_gone_are_waited_for_as_long_as_the_group_says() -> None:
+    alone = agreement.Agreement(dist.HashStore(), rank=0, world_size=2, timeout=0.5)
+    with (
+        patience(0.2),
+        pytest.raises(RanksDisagreeError, match=r"1 of 2 have. The others .* or gone"),
+    ):
+        alone.settle(("forward", "(root)", 0), begins_pass=True)
+
+
+@ranks(2)
+def test_the_groups_timeout_is_known() -> None:
+    group = dist.new_group(timeout=timedelta(seconds=40))
+    assert agreement._timeout_of(group) == 40

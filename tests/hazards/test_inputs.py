@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.original.training import build, inputs
+from tests.original.training import STRATEGIES, WIDTH, Block, Net, build, compare, inputs
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import MixedPrecision
+from fullshard import MixedPrecision, ShardingStrategy
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -244,3 +244,34 @@ def test_what_a_module_puts_into_its_arguments_is_the_callers_also_under_mixed_p
     named: dict[str, Any] = {}
     model(inputs(0), seen, named=named)
     assert (seen, named) == ([LOW], {"x": LOW})
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2)
+def test_a_unit_with_adapters_takes_a_view_of_which_a_part_was_changed_in_place(
+    strategy: ShardingStrategy,
+) -> None:
+    class Adapted(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up.requires_grad_(False)
+
+    class Cuts(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Adapted() for _ in range(2))
+            self.stem = nn.Linear(WIDTH, 2 * WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x)
+            for block in self.blocks:
+                x = self.stem(x)[:, :WIDTH]
+                x[:, :2] *= 2
+                x = block(x)
+            return self.head(x)
+
+    compare(
+        Cuts,
+        sharding_strategy=strategy,
+        auto_wrap_policy=ModuleWrapPolicy({Adapted}),
+    )

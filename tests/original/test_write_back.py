@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import re
 from typing import Any
 
 import pytest
@@ -197,16 +198,29 @@ def test_a_parameter_that_was_removed_is_told(how: str) -> None:
         model(inputs(0))
 
 
+@pytest.mark.parametrize("use", ["forward", "summon", "backward"])
 @ranks(2)
-def test_a_gradient_of_another_shape_is_refused() -> None:
+def test_a_gradient_of_another_shape_is_refused(use: str) -> None:
     _, model = pair()
     model(inputs(0)).sum().backward()
+    loss = model(inputs(0)).sum() if use == "backward" else None
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.data = torch.ones(parameter.numel() + 1, device=device())
-    loss = model(inputs(0)).sum()
-    with pytest.raises(RuntimeError, match="Cannot writeback when the gradient shape changes"):
-        loss.backward()
+
+    def use_it() -> None:
+        if loss is not None:
+            loss.backward()
+        elif use == "forward":
+            model(inputs(0))
+        else:
+            with FSDP.summon_full_params(model):
+                pass
+
+    message = "Cannot writeback when the gradient shape changes"
+    with pytest.raises(RuntimeError, match=message) as error:
+        use_it()
+    assert re.search(r"for lin[12]\.(weight|bias)", str(error.value))
 
 
 @pytest.mark.parametrize("through_data", [True, False])

@@ -17,6 +17,7 @@ from tests.original.training import (
     blocks_policy,
     build,
     full_parameters,
+    loss_of,
     train_step,
 )
 from torch import nn
@@ -320,3 +321,18 @@ def test_a_training_step_cannot_start_inside_and_works_after_it() -> None:
     for each in (bare, model):
         torch.optim.SGD(each.parameters(), lr=0.1).step()
     assert_same_parameters(bare, model)
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@ranks(2)
+def test_a_backward_inside_is_refused_and_the_next_step_works(strategy: ShardingStrategy) -> None:
+    model, bare = FSDP(build(Net), sharding_strategy=strategy), build(Net)
+    loss = loss_of(model, 0)
+
+    with (
+        FSDP.summon_full_params(model),
+        pytest.raises(ValueError, match=r"current state is TrainingState\.SUMMON_FULL_PARAMS"),
+    ):
+        loss.backward()
+
+    torch.testing.assert_close(train_step(model, 0), train_step(bare, 0))

@@ -24,7 +24,7 @@ from fullshard.wrap import always_wrap_policy
 def test_the_arguments_are_those_of_torch_in_the_same_order() -> None:
     def arguments(constructor: Any) -> dict[str, Any]:
         parameters = inspect.signature(constructor).parameters.values()
-        return {p.name: p.default for p in parameters if not p.name.startswith("_")}
+        return {p.name: p.default for p in parameters}
 
     ours = arguments(FSDP)
     expected = arguments(theirs.FullyShardedDataParallel)

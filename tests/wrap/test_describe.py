@@ -258,3 +258,17 @@ def test_a_module_that_contains_the_root_is_shown_only_once() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model.append(nn.Sequential(model))
     assert line_of(describe(model), "0 (Sequential)").endswith("the same module as (root)")
+
+
+def test_the_number_of_ranks_may_be_given_by_position() -> None:
+    assert describe(Model(), None, 4).world_size == 4
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"model expects an nn\.Module, but got 3"):
+        describe(3)  # type: ignore[arg-type]
+
+
+def test_a_function_of_a_module_alone_is_no_policy() -> None:
+    with pytest.raises(TypeError, match=r"It takes \(module\): .* CustomPolicy\(function\)"):
+        describe(Model(), lambda module: True)

@@ -116,9 +116,24 @@ def _get_fqns(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> set[str
     named as in the unwrapped model.
     """
     known = clean_tensor_name(name)
-    if known.rpartition(".")[2] != FLAT_NAME:
+    unit, _, last = known.rpartition(".")
+    if last != FLAT_NAME:
         return _names_in_torch(model, name, *args, **kwargs)
-    return set(_names_of(known, functools.reduce(getattr, known.split("."), model)))
+    flat = functools.reduce(getattr, known.split("."), model)
+    names = set(_names_of(known, flat))
+    if args:
+        # Modifiers of names are given by who loads a model, which has a shared parameter under each
+        # of its names. Optimizers have it once.
+        prefix = f"{unit}." if unit else ""
+        names.update(f"{prefix}{path}" for path in _paths_in(model, flat))
+    return names
+
+
+def _paths_in(model: nn.Module, flat: Any) -> list[str]:
+    """All names of the parameters in ``flat``, as its unit knows them."""
+    handles = (h for wrapper in _get_fsdp_states(model) for h in wrapper._unit.handles)
+    found = [handle.places for handle in handles if handle.flat_param is flat]
+    return [place.path for of_handle in found for places in of_handle for place in places]
 
 
 def _get_handle_fqns_from_root(

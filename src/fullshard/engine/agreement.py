@@ -9,7 +9,8 @@ Note: agreeing without talking
     about to do what the table says just does it: a dictionary lookup, no communication. A rank
     about to do something else first counts itself in, in the group's store, under that
     operation's name, and goes on when all ranks have; then all tables learn it. The first step of
-    a model is learned this way; after it a static model never talks again.
+    a model is learned this way. After it, the ranks of a static model meet at the beginning of a
+    pass only, until the last few passes are as many as are remembered; then never again.
 
     When ranks disagree, one of them deviates from the table, does not start, and waits in the
     store; the others wait for the collective. Whoever waits for longer than ``PATIENCE`` posts
@@ -40,7 +41,7 @@ import torch.distributed as dist
 PATIENCE = 2.0
 #: Seconds of waiting after which a rank says for whom, once.
 TELL_AFTER = 60.0
-#: Seconds after which a rank stops waiting for others that say nothing at all.
+#: Seconds after which a rank stops waiting for others that say nothing at all, at the latest.
 LAST_RESORT = 1800.0
 #: How often a waiting rank looks again.
 _LOOK_EVERY = 0.25
@@ -80,10 +81,13 @@ _OF_FORWARD = ("gather", "run")
 class Agreement:
     """One process group's common knowledge of the order of operations."""
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(
+        self, store: Any, rank: int, world_size: int, timeout: float = LAST_RESORT
+    ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
+        self._timeout = min(timeout, LAST_RESORT)
         #: From a path to what followed it, and the path that this makes.
         self._table: dict[int, tuple[Operation, int]] = {}
         self._path = 0
@@ -161,11 +165,12 @@ class Agreement:
             waited += patience
             self._look(waited, operation)
             patience = _LOOK_EVERY
-            if waited > LAST_RESORT:
+            if waited > self._timeout:
                 raise RanksDisagreeError(
-                    f"Waited {LAST_RESORT:.0f} s for all ranks to start {operation}; "
+                    f"Waited {waited:.0f} s for all ranks to start {operation}; "
                     f"{self._store.add(key, 0)} of {self._world_size} have. The others are not in "
-                    "fullshard: look at their logs."
+                    "fullshard, or gone: look at their logs. (Ranks are waited for as long as the "
+                    "process group's timeout says.)"
                 )
 
     def _forget_previous(self) -> None:
@@ -305,10 +310,19 @@ def _make(group: Any) -> Agreement | NoAgreement:
     backend, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
     if store is None or backend == "fake":
         return NoAgreement()
-    agreement = Agreement(store, group.rank(), group.size())
+    agreement = Agreement(store, group.rank(), group.size(), _timeout_of(group))
     if "gloo" not in str(backend):
         answer_in_background(agreement, group)
     return agreement
+
+
+def _timeout_of(group: Any) -> float:
+    """Seconds after which the group's collectives fail, by the most patient of its backends."""
+    timeouts = []
+    for device in group._device_types:
+        with contextlib.suppress(AttributeError, RuntimeError):
+            timeouts.append(group._get_backend(device).options._timeout.total_seconds())
+    return max(timeouts, default=LAST_RESORT)
 
 
 def answer_in_background(agreement: Agreement, group: Any) -> threading.Thread:

@@ -93,6 +93,12 @@ class Backward:
 
     def on_output_gradient(self, unit: Unit, exact: bool, call: Call | None, found: Any) -> None:
         """A gradient reached an output of the unit: it needs its parameters."""
+        if unit.summoned:
+            raise ValueError(
+                f"Backward of unit {unit.name!r} inside summon_full_params: expected to be in "
+                "states [<TrainingState.IDLE: 1>] but current state is "
+                "TrainingState.SUMMON_FULL_PARAMS. Run it before, or after, the context"
+            )
         self._enter()
         if self._made is not None:
             self._watch(self._made, found)

@@ -30,6 +30,7 @@ _FSDP_USE_FULL_PREC_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 HandleShardingStrategy = ShardingStrategy
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_GRADIENT = operator.attrgetter("grad")
 
 
 class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
@@ -256,8 +257,8 @@ class FlatParamHandle:
         #: The parameters through which the user, or an optimizer, changes the shard.
         self.watched = self.params if self.use_orig_params else [self.flat_param]
         # Where they belong, not where they are: one that stands for two is only in one of them.
-        expected = self.sharded if self.use_orig_params else [self.shard_tensor]
-        self._addresses = list(map(torch.Tensor.data_ptr, expected))
+        self._expected = self.sharded if self.use_orig_params else [self.shard_tensor]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._expected))
 
     def _get_shard_metadata(self, start: int, end: int) -> tuple[Piece, ...]:
         """Pieces for the inclusive range ``start..end`` of the unsharded buffer."""
@@ -311,10 +312,13 @@ class FlatParamHandle:
         Returns whether there were any.
 
         When nothing was replaced this is two passes over C functions: object identity and
-        addresses of the parameters the user can reach.
+        addresses of the parameters the user can reach. Gradients are where the optimizer looks
+        already; of those it is only looked whether they fit.
         """
         if self.skip_writeback_check:
             return False
+        if not self.local_gradients:
+            self._check_gradients()
         if list(map(torch.Tensor.data_ptr, self.watched)) == self._addresses:
             found = map(operator.getitem, self._containers, self._keys)
             try:
@@ -328,6 +332,17 @@ class FlatParamHandle:
         else:
             self._take_over_flat()
         return True
+
+    def _check_gradients(self) -> None:
+        for index, gradient in enumerate(map(_GRADIENT, self.watched)):
+            if gradient is not None and gradient.shape != self._expected[index].shape:
+                where = self.where(self.watched[index])
+                check_shape("gradient", where, self._expected[index], gradient)
+
+    def where(self, parameter: nn.Parameter) -> Place | nn.Module:
+        """What a message names for a parameter: its own place, or the module it stands for."""
+        places = (p for p, own in zip(self.places, self.params, strict=False) if own is parameter)
+        return next((each[0] for each in places), self.module)
 
     def _take_over_flat(self) -> None:
         flat = self.flat_param.data
@@ -438,7 +453,8 @@ class FlatParamHandle:
     def __getstate__(self) -> dict[str, Any]:
         """What a handle is, without the views and buffers that follow from it."""
         buffers = {"_buffers", "_reduce_buffers", "_presence"}
-        derived = {*buffers, "sharded", "_containers", "_keys", "_visible", "watched"}
+        views = {"sharded", "_containers", "_keys", "_visible", "watched", "_expected"}
+        derived = {*buffers, *views}
         return {key: value for key, value in self.__dict__.items() if key not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -235,7 +235,8 @@ def _add(handle: FlatParamHandle, pairs: Sequence[tuple[nn.Parameter, torch.Tens
         if parameter.grad is None:
             set_gradient(parameter, gradient)
         else:
-            check_shape("gradient", handle.module, gradient, parameter.grad)
+            if parameter.grad.shape != gradient.shape:
+                check_shape("gradient", handle.where(parameter), gradient, parameter.grad)
             old.append(parameter.grad)
             new.append(gradient)
     if old:

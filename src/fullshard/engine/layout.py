@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 #: Every parameter but the last starts on a multiple of this when a layout is aligned.
 ALIGNMENT_BYTES = 16
@@ -30,6 +30,22 @@ class FlatParamShardMetadata(NamedTuple):
     param_shapes: tuple[tuple[int, ...], ...]
     param_numels: tuple[int, ...]
     param_offsets: tuple[tuple[int, int], ...]
+
+    def __eq__(self, other: object) -> bool:
+        """Also equal to one that was made of lists."""
+        if not isinstance(other, FlatParamShardMetadata):
+            return False
+        return _as_tuples(tuple(self)) == _as_tuples(tuple(other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(_as_tuples(tuple(self)))
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

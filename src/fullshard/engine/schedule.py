@@ -367,6 +367,9 @@ class Schedule:
         # The outputs' hooks hold the call, and so it lasts as long as the forward's graph.
         hook = functools.partial(self._backward.on_input_gradients, unit, weakref.ref(call))
         if len(tensors) == 1:
+            # A view that was changed in place gets its node when it is asked for one; without,
+            # torch 2.13 ends the process.
+            _ = tensors[0].grad_fn
             call.asking = tensors[0].register_hook(hook)
         else:
             call.asking = torch.autograd.graph.register_multi_grad_hook(tensors, hook)

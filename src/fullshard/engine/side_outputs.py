@@ -95,12 +95,18 @@ class SideOutputs:
             return value == 0 and value is not False
         if value is None:
             return True
-        if isinstance(value, (list, dict)) and not value:
+        if isinstance(value, (list, dict)) and _is_to_be_filled(value):
             return True
         if isinstance(value, torch.Tensor) and value.grad_fn is None:
             # Larger ones are a module's constants, or parameters.
             return value.numel() == 1
         return any(map(self._unit.made, tensors_in(value)))
+
+
+def _is_to_be_filled(container: list[Any] | dict[Any, Any]) -> bool:
+    """Whether it is empty, or holds nothing but what stands for a value to come."""
+    inside = container.values() if isinstance(container, dict) else container
+    return all(item is None or (type(item) in (int, float) and item == 0) for item in inside)
 
 
 def _visible(name: str, value: Any) -> Any:
@@ -113,7 +119,7 @@ def _visible(name: str, value: Any) -> Any:
     if isinstance(value, (list, tuple, dict)):
         inside = value.values() if isinstance(value, dict) else value
         tensors = [item for item in inside if isinstance(item, torch.Tensor)]
-        return tensors if tensors or not value else False
+        return tensors if tensors or _is_to_be_filled([*inside]) else False
     return value if isinstance(value, (torch.Tensor, int, float)) else False
 
 

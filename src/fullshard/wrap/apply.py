@@ -64,7 +64,11 @@ def apply_plan(plan: Plan, wrapper_class: Callable[..., nn.Module]) -> tuple[nn.
     """
     units = []
     for decision in plan.decisions:
-        unit = wrapper_class(decision.module, **_constructor_arguments(decision))
+        try:
+            unit = wrapper_class(decision.module, **_constructor_arguments(decision))
+        except Exception as error:
+            error.add_note(f"While wrapping {decision.path!r} ({type(decision.module).__name__})")
+            raise
         for place in decision.places:
             # Not setattr: a parent may define one of its own, and the name is registered already.
             place.parent._modules[place.name] = unit

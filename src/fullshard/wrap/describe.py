@@ -24,8 +24,8 @@ SMALL_GATHER_BYTES = 1024 * 1024
 def describe(
     model: nn.Module,
     policy: Policy | None = None,
-    *,
     world_size: int = 8,
+    *,
     ignored_modules: Iterable[nn.Module] | None = None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
     mixed_precision: MixedPrecision | None = None,
@@ -41,6 +41,8 @@ def describe(
     >>> describe(model, world_size=3).units[0].shard_elements
     14
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model expects an nn.Module, but got {model!r}")
     if world_size < 1:
         raise ValueError(f"world_size expects a number of ranks, at least 1, but got {world_size}")
     plan = decide(

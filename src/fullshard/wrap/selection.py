@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -93,6 +94,7 @@ def select(
     if _is_policy_object(policy):
         picked = _ask_object(graph, policy, ignored, root_arguments)
     elif callable(policy) and not isinstance(policy, type):
+        _check_function(policy)
         picked = {index: dict(root_arguments) for index in _ask_function(graph, policy, exempt)}
     else:
         raise TypeError(_not_a_policy(policy))
@@ -121,6 +123,22 @@ def _ask_object(
         for module, arguments in answer.items()
         if module in graph.index_of
     }
+
+
+def _check_function(policy: PolicyFunction) -> None:
+    """Refuse a function that cannot be called as policies are."""
+    try:
+        signature = inspect.signature(policy)
+    except ValueError:
+        # Not every callable tells.
+        return
+    try:
+        signature.bind(module=None, recurse=True, nonwrapped_numel=0)
+    except TypeError as error:
+        raise TypeError(
+            f"{_not_a_policy(policy)} It takes {signature}: pass a function of a module alone as "
+            "CustomPolicy(function)"
+        ) from error
 
 
 def _ask_function(graph: ModuleGraph, policy: PolicyFunction, exempt: frozenset[int]) -> list[int]:
