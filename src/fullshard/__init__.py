@@ -1,6 +1,7 @@
 """fullshard: fully sharded data parallelism for PyTorch.
 
 The names are those of ``torch.distributed.fsdp``; ``fullshard.wrap`` has those of its ``wrap``.
+What belongs to ``fully_shard``, which is no part of fullshard, is torch's own here, too.
 """
 
 import importlib
@@ -79,8 +80,21 @@ _WHEN_USED = {
     "save": "state.checkpoint",
 }
 
+#: What torch has beside its wrapper: not ours, and found under the same names.
+_OF_TORCH = {
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "fully_shard",
+    "share_comm_ctx",
+}
+
 
 def __getattr__(name: str) -> Any:
+    if name in _OF_TORCH:
+        return getattr(importlib.import_module("torch.distributed.fsdp"), name)
     if name not in _WHEN_USED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_WHEN_USED[name]}", __name__), name)
@@ -89,4 +103,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHEN_USED})
+    return sorted({*globals(), *_WHEN_USED, *_OF_TORCH})

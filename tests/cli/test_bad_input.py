@@ -297,7 +297,7 @@ def test_modules_that_cannot_be_imported_are_not_planned(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize("words", [["plan"], ["plan", "--help"], ["--version"]], ids=" ".join)
 def test_output_that_cannot_be_written(words: list[str]) -> None:
-    command = [sys.executable, "-m", "fullshard.cli.main", *words]
+    command = [sys.executable, "-m", "fullshard", *words]
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
 

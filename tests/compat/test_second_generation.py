@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.distributed.fsdp
 from tests.compat.installed import installed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -93,3 +95,13 @@ def test_a_registered_method_gathers_under_either_generation() -> None:
         register_fsdp_forward_method(bare, "twice")  # neither: nothing happens
         torch.testing.assert_close(bare.twice(inputs()), expected)
     assert not compat.is_installed()
+
+
+@pytest.mark.parametrize("name", torch.distributed.fsdp.__all__)
+def test_every_public_name_of_torchs_package_is_in_fullshard(name: str) -> None:
+    ours, torchs = getattr(fullshard, name), getattr(torch.distributed.fsdp, name)
+
+    assert name in dir(fullshard)
+    assert ours.__name__ == torchs.__name__
+    # What is not ours is the very same object.
+    assert ours.__module__.startswith("fullshard.") or ours is torchs
