@@ -47,8 +47,11 @@ class Block:
     shares_first_weight: bool = False
     #: "all" steps, "none" of them, or those of "even" or "odd" number use this block.
     used: str = "all"
-    #: Outputs are returned inside of a tuple, a dict, or as they are.
+    #: Outputs are returned inside of a tuple, a dict, as they are, or as a view that the caller
+    #: changes in place.
     output: str = "tensor"
+    #: Where it keeps a loss of its own: nowhere, in an attribute, a private one, a list or a dict.
+    keeps: str = "nothing"
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class Case:
     optimizer: str = "sgd"
     steps: int = 2
     freezes_later: bool = False
+    #: Whether the gradient of the inputs is a part of the loss.
+    penalizes: bool = False
 
 
 class Scale(nn.Module):
@@ -124,6 +129,22 @@ class BlockModule(nn.Module):
                 module.requires_grad_(False)
             elif block.shares_first_weight and layer.kind == "linear":
                 module.weight = common.weight
+        self.kept: Any = None
+        self._kept: Any = None
+
+    def forget(self) -> None:
+        self.kept = self._kept = None
+
+    def keep(self, loss: torch.Tensor) -> None:
+        if self.block.keeps == "private":
+            self._kept = loss
+        elif self.block.keeps != "nothing":
+            self.kept = {"attribute": loss, "list": [loss], "dict": {"x": loss}}[self.block.keeps]
+
+    def losses(self) -> list[torch.Tensor]:
+        found = [unpacked(kept) for kept in (self.kept, self._kept) if kept is not None]
+        self.forget()
+        return found
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         if self.inner is not None:
@@ -138,11 +159,18 @@ class BlockModule(nn.Module):
                 x = self._run(x)
             else:
                 x = checkpoint(self._run, x, use_reentrant=self.block.checkpointed == "reentrant")
-        return {"tensor": x, "tuple": (x, None), "dict": {"x": x, "n": 1}}[self.block.output]
+        view = torch.cat([x, x], dim=1)[:, :WIDTH] if self.block.output == "view" else x
+        if self.block.keeps != "nothing":
+            # Computed last, so that autograd comes to it first.
+            self.keep(self.layers[0](x).square().mean())
+        outputs = {"tuple": (x, None), "dict": {"x": x, "n": 1}}
+        return outputs.get(self.block.output, view)
 
 
 def unpacked(output: Any) -> torch.Tensor:
     if isinstance(output, torch.Tensor):
+        if output._is_view():
+            output[:, :2] *= 1.5
         return output
     return output["x"] if isinstance(output, dict) else output[0]
 
@@ -155,6 +183,13 @@ class RandomModel(nn.Module):
         self.blocks = nn.ModuleList(
             BlockModule(block, self._child, self.common) for block in case.blocks
         )
+        every = (module for module in self.modules() if isinstance(module, BlockModule))
+        # As they are, also when they are wrapped.
+        self.all_blocks = tuple(every)
+
+    def losses(self) -> list[torch.Tensor]:
+        """What the blocks that ran have kept."""
+        return [loss for block in self.all_blocks for loss in block.losses()]
 
     def _child(self, block: Block, common: nn.Linear) -> BlockModule:
         return BlockModule(block, self._child, common)
@@ -197,9 +232,17 @@ def expected_history(case: Case, size: int) -> History:
     return history
 
 
-def _loss(case: Case, model: nn.Module, rank: int, step: int, turn: int) -> torch.Tensor:
-    inputs = [data(rank, step, 10 * turn + n) for n in range(case.forwards)]
-    return torch.stack([model(x, step) for x in inputs]).sum()
+def _loss(case: Case, model: Any, rank: int, step: int, turn: int) -> torch.Tensor:
+    model.losses()
+    total = torch.zeros((), dtype=torch.float64, device=device())
+    for n in range(case.forwards):
+        x = data(rank, step, 10 * turn + n)
+        loss = model(x, step)
+        if case.penalizes:
+            (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+            loss = loss + gradient.square().mean()
+        total = total + loss + sum(model.losses())
+    return total
 
 
 def _maybe_freeze(case: Case, model: Any, step: int) -> None:

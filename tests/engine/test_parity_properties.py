@@ -18,6 +18,7 @@ from fullshard.testing import run_on_ranks
 
 CASES = 2500 if os.environ.get("FULLSHARD_LONG") else 100
 PLAIN = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+KEEPS = ["attribute", "private", "list", "dict"]
 
 
 def layers(draw: Any, may_freeze: bool) -> tuple[Layer, ...]:
@@ -36,8 +37,16 @@ def block(draw: Any, may_freeze: bool, depth: int) -> Block:
         repeats=draw(st.sampled_from([1, 1, 2])),
         checkpointed=draw(st.sampled_from(["no", "no", "plain", "reentrant"])),
         shares_first_weight=draw(st.sampled_from([False, False, True])),
-        output=draw(st.sampled_from(["tensor", "tuple", "dict"])),
+        output=draw(st.sampled_from(["tensor", "tuple", "dict", "view"])),
+        keeps=draw(st.sampled_from(["nothing", "nothing", *KEEPS])),
     )
+
+
+def is_differentiable_twice(block: Block | None) -> bool:
+    """Reentrant checkpoints are not: torch refuses."""
+    if block is None:
+        return True
+    return block.checkpointed != "reentrant" and is_differentiable_twice(block.inner)
 
 
 @st.composite
@@ -74,6 +83,7 @@ def cases(draw: Any, strategies: list[str]) -> Case:
         # that does nothing with a zero one, at the first step, tells no difference.
         optimizer=draw(st.sampled_from(["sgd", "adam"])) if use_orig_params else "sgd",
         freezes_later=use_orig_params and draw(st.booleans()),
+        penalizes=all(map(is_differentiable_twice, blocks)) and draw(st.booleans()),
     )
 
 
@@ -104,8 +114,9 @@ def test_one_rank_trains_as_without_wrapping(case: Case) -> None:
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_a_case_that_uses_every_feature_passes(use_orig_params: bool) -> None:
     every = tuple(Layer(kind) for kind in sorted(LAYERS))
-    inner = Block(every, wrapped=True, output="dict")
-    block = Block(every, wrapped=True, inner=inner, repeats=2, checkpointed="plain", output="tuple")
+    inner = Block(every, wrapped=True, output="dict", keeps="private")
+    block = Block(every, wrapped=True, inner=inner, repeats=2, checkpointed="plain", output="view")
     options = Options("FULL_SHARD", use_orig_params, "BACKWARD_PRE", True, True, True)
+    case = Case((block, inner), options, backwards=2, evaluates=True, penalizes=True)
 
-    run_on_ranks(2, check_parity, Case((block, inner), options, backwards=2, evaluates=True))
+    run_on_ranks(2, check_parity, case)
