@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, ShardingStrategy
+from fullshard.engine.autograd import in_backward
 from fullshard.testing import device
 from fullshard.wrap import CustomPolicy
 
@@ -136,6 +137,9 @@ class BlockModule(nn.Module):
         self.kept = self._kept = None
 
     def keep(self, loss: torch.Tensor) -> None:
+        if in_backward():
+            # Computed again by a checkpoint, with another graph: not to be taken for the first.
+            return
         if self.block.keeps == "private":
             self._kept = loss
         elif self.block.keeps != "nothing":
