@@ -239,4 +239,5 @@ def test_metadata_of_lists_equals_metadata_of_tuples() -> None:
     assert ours == listed
     assert hash(ours) == hash(listed)
     assert ours != other
-    assert ours != (("a",), ((2, 3),), (6,), ((0, 5),))
+    assert ours == (("a",), ((2, 3),), (6,), ((0, 5),))
+    assert ours != ["a"]

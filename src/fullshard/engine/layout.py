@@ -32,16 +32,14 @@ class FlatParamShardMetadata(NamedTuple):
     param_offsets: tuple[tuple[int, int], ...]
 
     def __eq__(self, other: object) -> bool:
-        """Also equal to one that was made of lists."""
-        if not isinstance(other, FlatParamShardMetadata):
-            return False
-        return _as_tuples(tuple(self)) == _as_tuples(tuple(other))
+        """As tuples are, also to one that was made of lists."""
+        return isinstance(other, tuple) and _as_tuples(self) == _as_tuples(other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash(_as_tuples(tuple(self)))
+        return hash(_as_tuples(self))
 
 
 def _as_tuples(value: Any) -> Any:
