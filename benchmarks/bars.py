@@ -54,13 +54,13 @@ def judge(
         if bar.row not in table or not others or table[bar.row].get(bar.column) is None:
             continue
         ratios = {other: compare(table[bar.row], table[other], bar.column) for other in others}
-        lowest = max(ratios, key=lambda other: ratios[other])
-        ratio = ratios[lowest]
+        nearest = max(ratios, key=lambda other: ratios[other])
+        ratio = ratios[nearest]
         verdicts.append(
             {
                 "row": bar.row,
                 "column": bar.column,
-                "against": lowest,
+                "against": nearest,
                 "ratio": ratio,
                 "limit": bar.limit,
                 "pass": ratio <= bar.limit,

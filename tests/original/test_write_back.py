@@ -165,6 +165,14 @@ def test_what_is_gathered_ahead_or_kept_has_what_was_replaced(
             torch.testing.assert_close(model(inputs(step)), expected)
 
 
+def use_again(model: FSDP, use: str) -> None:
+    if use == "forward":
+        model(inputs(0))
+    else:
+        with FSDP.summon_full_params(model):
+            pass
+
+
 @pytest.mark.parametrize("use", ["forward", "summon"])
 @ranks(2)
 def test_a_parameter_of_another_shape_is_refused(use: str) -> None:
@@ -173,16 +181,9 @@ def test_a_parameter_of_another_shape_is_refused(use: str) -> None:
     shape = [size + 1 for size in linear.weight.shape]
     linear.weight = nn.Parameter(torch.randn(shape, device=device()))
 
-    def use_it() -> None:
-        if use == "forward":
-            model(inputs(0))
-        else:
-            with FSDP.summon_full_params(model):
-                pass
-
     message = "Cannot writeback when the parameter shape changes"
     with pytest.raises(RuntimeError, match=message) as error:
-        use_it()
+        use_again(model, use)
     assert f"lin{dist.get_rank() + 1}.weight" in str(error.value)
 
 
@@ -203,23 +204,14 @@ def test_a_parameter_that_was_removed_is_told(how: str) -> None:
 def test_a_gradient_of_another_shape_is_refused(use: str) -> None:
     _, model = pair()
     model(inputs(0)).sum().backward()
-    loss = model(inputs(0)).sum() if use == "backward" else None
+    loss = model(inputs(0)).sum()
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.data = torch.ones(parameter.numel() + 1, device=device())
 
-    def use_it() -> None:
-        if loss is not None:
-            loss.backward()
-        elif use == "forward":
-            model(inputs(0))
-        else:
-            with FSDP.summon_full_params(model):
-                pass
-
     message = "Cannot writeback when the gradient shape changes"
     with pytest.raises(RuntimeError, match=message) as error:
-        use_it()
+        loss.backward() if use == "backward" else use_again(model, use)
     assert re.search(r"for lin[12]\.(weight|bias)", str(error.value))
 
 

@@ -7,6 +7,7 @@ of a state beside a module, both are the wrapper here.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -105,8 +106,13 @@ def _get_param_to_fqns(
 def _names_of(path: str, parameter: Any) -> list[str]:
     if not isinstance(parameter, FlatParameter):
         return [clean_tensor_name(path)]
+    return _beside(path, parameter._fqns)
+
+
+def _beside(path: str, names: Iterable[str]) -> list[str]:
+    """A unit's ``names``, as the root knows them, which knows its flat parameter as ``path``."""
     unit = clean_tensor_name(path).rpartition(".")[0]
-    return [f"{unit}.{name}" if unit else name for name in parameter._fqns]
+    return [f"{unit}.{name}" if unit else name for name in names]
 
 
 def _get_fqns(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> set[str]:
@@ -116,17 +122,12 @@ def _get_fqns(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> set[str
     named as in the unwrapped model.
     """
     known = clean_tensor_name(name)
-    unit, _, last = known.rpartition(".")
-    if last != FLAT_NAME:
+    if known.rpartition(".")[2] != FLAT_NAME:
         return _names_in_torch(model, name, *args, **kwargs)
-    flat = functools.reduce(getattr, known.split("."), model)
-    names = set(_names_of(known, flat))
-    if args:
-        # Modifiers of names are given by who loads a model, which has a shared parameter under each
-        # of its names. Optimizers have it once.
-        prefix = f"{unit}." if unit else ""
-        names.update(f"{prefix}{path}" for path in _paths_in(model, flat))
-    return names
+    flat: Any = functools.reduce(getattr, known.split("."), model)
+    # Modifiers of names are given by who loads a model, which has a shared parameter under each of
+    # its names. Optimizers have it once.
+    return set(_beside(known, _paths_in(model, flat) if args else flat._fqns))
 
 
 def _paths_in(model: nn.Module, flat: Any) -> list[str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from typing import Any
 
 import torch
@@ -95,7 +95,7 @@ class SideOutputs:
             return value == 0 and value is not False
         if value is None:
             return True
-        if isinstance(value, (list, dict)) and _is_to_be_filled(value):
+        if isinstance(value, (list, dict)) and _are_to_come(_inside(value)):
             return True
         if isinstance(value, torch.Tensor) and value.grad_fn is None:
             # Larger ones are a module's constants, or parameters.
@@ -103,10 +103,13 @@ class SideOutputs:
         return any(map(self._unit.made, tensors_in(value)))
 
 
-def _is_to_be_filled(container: list[Any] | dict[Any, Any]) -> bool:
-    """Whether it is empty, or holds nothing but what stands for a value to come."""
-    inside = container.values() if isinstance(container, dict) else container
-    return all(item is None or (type(item) in (int, float) and item == 0) for item in inside)
+def _inside(container: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> Collection[Any]:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _are_to_come(items: Collection[Any]) -> bool:
+    """Whether each of them, if there are any, stands for a value to come."""
+    return all(item is None or (type(item) in (int, float) and item == 0) for item in items)
 
 
 def _visible(name: str, value: Any) -> Any:
@@ -117,9 +120,8 @@ def _visible(name: str, value: Any) -> Any:
     if not name.startswith("_") or value is None:
         return value
     if isinstance(value, (list, tuple, dict)):
-        inside = value.values() if isinstance(value, dict) else value
-        tensors = [item for item in inside if isinstance(item, torch.Tensor)]
-        return tensors if tensors or _is_to_be_filled([*inside]) else False
+        tensors = [item for item in _inside(value) if isinstance(item, torch.Tensor)]
+        return tensors if tensors or _are_to_come(_inside(value)) else False
     return value if isinstance(value, (torch.Tensor, int, float)) else False
 
 
