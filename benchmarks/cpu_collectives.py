@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--model", choices=list(gpt.SIZES), default="cpu")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each row")
+    parser.add_argument("--rounds", type=int, default=30, help="turns of each row")
     parser.add_argument("--steps", type=int, default=2, help="steps in a turn")
     parser.add_argument("--warmup", type=int, default=2, help="further steps before the first turn")
     parser.add_argument("--json", type=Path, help="write the results to this file, too")
