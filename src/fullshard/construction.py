@@ -22,7 +22,7 @@ from .engine.suitability import (
 from .engine.tensor_parallel import localize
 from .engine.unit import Unit, UnitOptions
 from .state.initialize import check_initializable, forget, holds_meta, materialize
-from .wrap import is_unit
+from .wrap import check_flat_unit_is_uniform, is_unit
 
 Order = dict[nn.Module, tuple[str, ...]]
 
@@ -60,6 +60,7 @@ def construct_unit(
     check_parameters(module, parameters)
     if not options.use_orig_params:
         check_no_optimizers_in_backward(module, parameters)
+        check_flat_unit_is_uniform(module, parameters)
     offload, device_id = cpu_offload.offload_params, initial.device_id
     device = compute_device(parameters, device_id, offload, groups.shards.rank())
     if not parameters and device_id is None:

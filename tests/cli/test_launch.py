@@ -455,3 +455,37 @@ def test_threads_are_shared_out_and_never_none() -> None:
     assert threads_per_rank(1) == cores
     assert threads_per_rank(10 * cores) == 1
     assert default_ranks() >= 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends processes with their parent")
+def test_ranks_end_with_a_launcher_that_is_killed(reports: Path) -> None:
+    text = """
+import os, time
+from pathlib import Path
+Path(os.environ["REPORTS"], os.environ["RANK"]).write_text(str(os.getpid()))
+time.sleep(600)
+"""
+    launcher = subprocess.Popen([sys.executable, "-c", START, "2", script(reports, text)])
+    files = [reports / str(rank) for rank in range(2)]
+    end = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    ranks = [int(file.read_text()) for file in files]
+    assert all(map(runs, ranks))
+
+    launcher.kill()
+    launcher.wait()
+
+    end = time.monotonic() + 10
+    while any(map(runs, ranks)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def runs(process: int) -> bool:
+    """Whether it is there, and not just waiting to be buried."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

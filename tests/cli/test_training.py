@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -157,6 +158,77 @@ def test_a_damaged_checkpoint_is_refused_with_its_file(complete: Path, tmp_path:
 
     assert f"BadInput: {largest} is damaged" in str(caught.value)
     assert [file.read_bytes() for file in files] == before
+
+
+def test_a_damaged_index_is_not_a_reason_to_remove_checkpoints(
+    complete: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(complete, tmp_path / "damaged")
+    (tmp_path / "damaged" / "checkpoints" / "checkpoints.json").write_text("")
+    with pytest.raises(BadInput, match="remove the index") as caught:
+        prepare(Request({}, name="damaged", runs=tmp_path, resume=True), ranks=2)
+    assert "folder to continue" not in str(caught.value)
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again_unasked(
+    complete: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(complete, tmp_path / "lost")
+    for checkpoint in (tmp_path / "lost" / "checkpoints").glob("step-*"):
+        shutil.rmtree(checkpoint)
+    with pytest.raises(BadInput, match=r"lists step-.*, but no checkpoint is there"):
+        prepare(Request({}, name="lost", runs=tmp_path, resume=True), ranks=2)
+
+
+def test_a_run_that_another_process_trains_is_refused(complete: Path, tmp_path: Path) -> None:
+    shutil.copytree(complete, tmp_path / "busy")
+    request = Request({}, name="busy", runs=tmp_path, resume=True)
+    refused = pytest.raises(BadInput, match=r"another run is training in .*busy at this moment")
+    with RunFolder(tmp_path / "busy").held(), refused:
+        prepare(request, ranks=2)
+    prepare(request, ranks=2)
+
+
+def test_a_folder_is_made_by_one_of_two_that_start_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_while_another_starts(*_: Any) -> None:
+        monkeypatch.setattr("fullshard.cli.train.check_run", lambda *_: None)
+        other.append(prepare(request, ranks=2)[1])
+
+    other: list[RunFolder] = []
+    for name in ("same", None):
+        request = Request({}, name=name, runs=tmp_path)
+        monkeypatch.setattr("fullshard.cli.train.check_run", check_while_another_starts)
+        if name is not None:
+            with pytest.raises(BadInput, match="is there already"):
+                prepare(request, ranks=2)
+        else:
+            assert prepare(request, ranks=2)[1].path != other[-1].path
+
+
+def test_metrics_that_something_else_damaged_do_not_end_a_run(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_bytes(b'{"step": 1}\n{}\n[2]\n\xff\n{"step": 2}\n{"step": 3}\n{"st')
+    folder.forget_metrics_after(2)
+    assert folder.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_is_remembered_once(name: str) -> None:
+    number = signal.Signals[name]
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        os.kill(os.getpid(), number)
+        assert stop.signal is number
+        assert signal.getsignal(number) is signal.SIG_DFL
+    assert signal.getsignal(number) is before
+
+
+def test_a_folder_knows_what_leads_to_it(tmp_path: Path) -> None:
+    assert RunFolder(Path("runs/first")).flags == ["--name", "first"]
+    assert RunFolder(tmp_path / "a b").flags == ["--name", "a b", "--runs", str(tmp_path)]
 
 
 def test_options_given_to_a_resumed_run_are_kept_once_its_checkpoint_is_loaded(

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tests.original.training import (
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import RanksDisagreeError, ShardingStrategy
 from fullshard.engine import agreement
@@ -345,3 +347,16 @@ def test_ranks_that_are_gone_are_waited_for_as_long_as_the_group_says() -> None:
 def test_the_groups_timeout_is_known() -> None:
     group = dist.new_group(timeout=timedelta(seconds=40))
     assert agreement._timeout_of(group) == 40
+
+
+@pytest.mark.parametrize("act", ["save", "load"])
+@ranks(2, timeout=40)
+def test_a_checkpoint_that_one_rank_alone_saves_or_loads_is_told(act: str, tmp_path: Path) -> None:
+    model = wrapped("equal", ShardingStrategy.FULL_SHARD)
+    step(model)
+    fullshard.save(tmp_path, model)
+    if dist.get_rank() == 0:
+        message = disagreement(lambda: getattr(fullshard, act)(tmp_path, model))
+    else:
+        message = disagreement(lambda: step(model))
+    assert_names(message, f"rank 0: {act} a checkpoint of unit", "rank 1: forward of unit")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from tests.hazards.test_disagreement import disagreement, patience
 from torch import nn
 
 from fullshard import FullyShardedDataParallel as FSDP
+from fullshard.engine.agreement import Agreement
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -59,3 +63,59 @@ def test_a_slow_rank_is_waited_for_at_a_file_store_too(tmp_path: Path) -> None:
             if rank == 1:
                 time.sleep(0.7)
             model(torch.ones(2, 4, device=device())).backward()
+
+
+@ranks(2, timeout=40)
+def test_threads_that_train_on_groups_of_their_own_do_not_wait_for_each_other() -> None:
+    models = [
+        FSDP(
+            Layers().to(device()),
+            process_group=dist.new_group([0, 1]),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        )
+        for _ in range(2)
+    ]
+
+    def train(model: FSDP) -> None:
+        for _ in range(5):
+            model(torch.ones(2, 4, device=device())).backward()
+
+    with patience(4.0):
+        started = time.monotonic()
+        threads = [threading.Thread(target=train, args=(model,)) for model in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert time.monotonic() - started < 3.0
+
+
+class _Counting:
+    """A store that counts what torch warns of on some: waits."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.waits = 0
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        self.waits += 1
+        self._store.wait(keys, timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_who_waits_for_long_waits_in_vain_once() -> None:
+    shared = dist.HashStore()
+    early, late = _Counting(shared), Agreement(shared, rank=1, world_size=2)
+
+    def come_late() -> None:
+        time.sleep(1.0)
+        late.settle(("gather", "unit", 3))
+
+    thread = threading.Thread(target=come_late)
+    with patience(0.1):
+        thread.start()
+        Agreement(early, rank=0, world_size=2).settle(("gather", "unit", 3))
+    thread.join()
+    assert early.waits == 1

@@ -284,8 +284,13 @@ def test_mixing_frozen_and_trainable_parameters_is_an_error_in_flat_mode(kind: s
 
 def test_a_unit_made_by_hand_of_frozen_and_trainable_parameters_is_refused_with_advice() -> None:
     message = "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`"
-    with pytest.raises(ValueError, match=f"{re.escape(message)}: wrap the frozen parameters"):
+    with pytest.raises(ValueError, match=f"{re.escape(message)}: wrap the frozen") as caught:
         FSDP(LoraModel(), RankAndSize())
+    words = "The root module (LoraModel) has both parameters with requires_grad=True and False. "
+    assert words + "FSDP does not support wrapping such modules when" in str(caught.value)
+    trainable, frozen = str(caught.value).split("requires_grad=True:\n")[1].split("\n")[::2]
+    assert "layers.0.attn.lora_A.weight" in trainable
+    assert "lora" not in frozen
 
 
 @pytest.mark.parametrize("kind", FROZEN_POLICIES)

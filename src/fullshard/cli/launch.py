@@ -75,6 +75,7 @@ def launch(
         # A store of its own for every attempt: in a shared one, ranks that were started again would
         # find the addresses of those that died, and gloo would call there.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        rank.LAUNCHER: str(os.getpid()),
         rank.RANKS_PRINT: "1" if ranks_print else None,
     }
     with _environment_defaults(environment), _quiet_launcher(), attempts_watched():

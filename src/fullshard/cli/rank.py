@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import builtins
+import contextlib
+import ctypes
 import faulthandler
 import importlib
 import io
@@ -17,6 +19,7 @@ import json
 import os
 import pkgutil
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -26,10 +29,14 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-__all__ = ["RANKS_PRINT", "main"]
+__all__ = ["LAUNCHER", "RANKS_PRINT", "main"]
 
 #: Set where a rank prints its traceback itself as well: its output goes to a log of its own.
 RANKS_PRINT = "FULLSHARD_RANKS_PRINT"
+
+#: Set to the launcher's process number, with which its ranks end, however it ends.
+LAUNCHER = "FULLSHARD_LAUNCHER"
+_PR_SET_PDEATHSIG = 1
 
 _BEFORE_THE_PROGRAM = (__file__, runpy.__file__, "<frozen runpy>")
 
@@ -37,6 +44,7 @@ _BEFORE_THE_PROGRAM = (__file__, runpy.__file__, "<frozen runpy>")
 def main(words: Sequence[str]) -> None:
     """Call what is asked for, then run the program as Python itself would."""
     faulthandler.enable(all_threads=True)
+    end_with_launcher()
     parser = argparse.ArgumentParser(prog="rank.py")
     parser.add_argument("--call", action="append", default=[])
     boundary = list(words).index("--")
@@ -59,6 +67,21 @@ def main(words: Sequence[str]) -> None:
         if os.environ.get(RANKS_PRINT) and not _is_bad_input(error):
             raise
         sys.exit(status)
+
+
+def end_with_launcher() -> None:
+    """Have the kernel kill this rank when the launcher is gone, where the kernel can do that.
+
+    Ranks that nobody watches would train on, and save over what a resumed run saves.
+    """
+    launcher = int(os.environ.pop(LAUNCHER, "0"))
+    if not launcher or sys.platform != "linux" or os.getppid() not in (launcher, 1):
+        # Started by something in between.
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        sys.exit("The launcher has ended")
 
 
 def run_program(command: Sequence[str]) -> None:

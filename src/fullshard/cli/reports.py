@@ -5,6 +5,7 @@ In a terminal there is a live bar, elsewhere there are plain lines.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -183,7 +184,7 @@ class LineReporter(Reporter):
         self._close()
         self.write(
             f"Stopped after step {step}; it is saved. Continue with: "
-            f"fullshard train --resume --name {self.folder.path.name}"
+            f"fullshard train --resume {shlex.join(self.folder.flags)}"
         )
 
     def finish(self, sample: str) -> None:

@@ -5,8 +5,10 @@ runs/NAME/config.toml  metrics.jsonl  loss.png  sample.txt  checkpoints/  tensor
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,18 @@ from .option_files import read_values, to_toml
 from .options import Options, build_options
 from .problems import BadInput
 
-__all__ = ["RunFolder", "check_name", "latest_run", "new_run", "run_named"]
+__all__ = [
+    "DEFAULT_RUNS",
+    "RunFolder",
+    "check_name",
+    "latest_run",
+    "make_run",
+    "new_run",
+    "run_named",
+]
+
+#: The folder of all runs, where none is named.
+DEFAULT_RUNS = Path("runs")
 
 
 class RunFolder:
@@ -30,6 +43,13 @@ class RunFolder:
         self.sample = path / "sample.txt"
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
+        self._lock = path / ".lock"
+
+    @property
+    def flags(self) -> list[str]:
+        """What leads ``fullshard train --resume`` here."""
+        runs = self.path.parent
+        return ["--name", self.path.name, *(["--runs", str(runs)] if runs != DEFAULT_RUNS else [])]
 
     def values(self) -> dict[str, Any]:
         """The options that the run was started with, as they were written down."""
@@ -40,6 +60,16 @@ class RunFolder:
         source = self.proposed if self.proposed.exists() else self.config
         return build_options(read_values(source), str(source))
 
+    def make(self) -> bool:
+        """Make the folder; False if it is there, by now."""
+        try:
+            self.path.mkdir(parents=True)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise self._cannot_be_written(error) from None
+        return True
+
     def write_options(self, options: Options) -> None:
         """Make the folder, if it is not there, and write the options down.
 
@@ -48,9 +78,40 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             target = self.proposed if self.config.exists() else self.config
-            target.write_text(to_toml(options), encoding="utf-8")
+            _replace_text(target, to_toml(options))
         except OSError as error:
-            raise BadInput(f"{self.path} cannot be written: {error}; choose other --runs") from None
+            raise self._cannot_be_written(error) from None
+
+    def _cannot_be_written(self, error: OSError) -> BadInput:
+        return BadInput(f"{self.path} cannot be written: {error}; choose other --runs")
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Refuse others that would write here at the same time; for as long as this process lives.
+
+        Where the system has no such locks, nobody is refused.
+        """
+        try:
+            import fcntl
+        except ImportError:
+            yield
+            return
+        try:
+            file = self._lock.open("w")
+        except OSError as error:
+            raise self._cannot_be_written(error) from None
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BadInput(
+                    f"another run is training in {self.path} at this moment; end it first, or "
+                    "choose another --name"
+                ) from None
+            except OSError:
+                # A file system without locks.
+                pass
+            yield
 
     def accept_options(self) -> None:
         """Let the proposed options be the run's."""
@@ -67,15 +128,17 @@ class RunFolder:
             file.write(json.dumps(metrics) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All lines that are whole; a kill may have cut the last one."""
+        """All lines that are whole; a kill may have cut one."""
         if not self.metrics.exists():
             return []
         found = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+        for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                found.append(json.loads(line))
+                metrics = json.loads(line)
             except json.JSONDecodeError:
                 continue
+            if isinstance(metrics, dict) and "step" in metrics:
+                found.append(metrics)
         return found
 
     def forget_metrics_after(self, step: int) -> None:
@@ -83,7 +146,14 @@ class RunFolder:
         kept = [metrics for metrics in self.read_metrics() if metrics["step"] <= step]
         if self.metrics.exists():
             lines = "".join(json.dumps(metrics) + "\n" for metrics in kept)
-            self.metrics.write_text(lines, encoding="utf-8")
+            _replace_text(self.metrics, lines)
+
+
+def _replace_text(path: Path, text: str) -> None:
+    """Write a file that is there as it was, or as it will be, whenever this process dies."""
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
 
 
 def check_name(name: str) -> None:
@@ -102,10 +172,24 @@ def new_run(runs: Path, name: str | None) -> RunFolder:
         name = next(f"run-{n}" for n in numbers if not (runs / f"run-{n}").exists())
     folder = RunFolder(runs / name)
     if folder.path.exists():
-        raise BadInput(
-            f"{folder.path} is there already; continue it with --resume, or choose another --name"
-        )
+        raise _is_there(folder)
     return folder
+
+
+def make_run(runs: Path, name: str | None) -> RunFolder:
+    """Make a new run's folder, which no other run has made at the same time."""
+    while True:
+        folder = new_run(runs, name)
+        if folder.make():
+            return folder
+        if name is not None:
+            raise _is_there(folder)
+
+
+def _is_there(folder: RunFolder) -> BadInput:
+    return BadInput(
+        f"{folder.path} is there already; continue it with --resume, or choose another --name"
+    )
 
 
 def run_named(runs: Path, name: str) -> RunFolder:

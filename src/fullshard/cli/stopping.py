@@ -9,13 +9,15 @@ __all__ = ["StopRequest"]
 
 
 class StopRequest:
-    """Inside the context, Ctrl-C and SIGTERM are remembered, and end nothing; a second one does."""
+    """Inside the context, Ctrl-C, SIGTERM and a terminal that closes are remembered, and end
+    nothing; a second one does."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
 
     def __enter__(self) -> StopRequest:
-        signals = (signal.SIGINT, signal.SIGTERM)
+        names = ("SIGINT", "SIGTERM", "SIGHUP")
+        signals = [signal.Signals[name] for name in names if hasattr(signal, name)]
         self._before = {number: signal.signal(number, self._remember) for number in signals}
         return self
 

@@ -20,7 +20,15 @@ from .launch import default_ranks, launch
 from .option_files import read_values
 from .options import COMMAND_LINE, Options, build_options, checked_value
 from .problems import BadInput
-from .run_folder import RunFolder, check_name, latest_run, new_run, run_named
+from .run_folder import (
+    DEFAULT_RUNS,
+    RunFolder,
+    check_name,
+    latest_run,
+    make_run,
+    new_run,
+    run_named,
+)
 from .stopping import StopRequest
 from .training import damaged, model_facts, start_rank, train, was_restarted
 from .training import main as train_on_rank
@@ -40,7 +48,7 @@ class Request:
     flags: Mapping[str, Any]
     config: Path | None = None
     name: str | None = None
-    runs: Path = Path("runs")
+    runs: Path = DEFAULT_RUNS
     resume: bool = False
     max_restarts: int = 0
     nodes: int = 1
@@ -126,7 +134,7 @@ def train_as_rank(request: Request) -> None:
         raise told[0]
     options, folder = told[0]
     with StopRequest() as stop:
-        train(options, folder, request.resume or was_restarted(), stop)
+        train(options, folder, goes_on(request), stop)
     dist.destroy_process_group()
 
 
@@ -153,14 +161,22 @@ def prepare(request: Request, ranks: int | None) -> tuple[Options, RunFolder]:
         ranks = ranks_here(options)
         check_ranks(ranks, device_kind(options))
     check_run(options, ranks)
-    folder.write_options(options)
+    if not goes_on(request):
+        folder = make_run(request.runs, request.name)
+    with folder.held():
+        folder.write_options(options)
     return options, folder
+
+
+def goes_on(request: Request) -> bool:
+    """Whether an earlier run is continued."""
+    return request.resume or was_restarted()
 
 
 def resolve(request: Request) -> tuple[Options, RunFolder]:
     """The options, from the least to the most specific source, and the folder they belong to."""
     given = given_values(request)
-    if not (request.resume or was_restarted()):
+    if not goes_on(request):
         return build_options(given, COMMAND_LINE), new_run(request.runs, request.name)
     folder = run_named(request.runs, request.name) if request.name else latest_run(request.runs)
     options = build_options({**folder.values(), **given}, COMMAND_LINE)

@@ -45,6 +45,11 @@ _PROMPT = b"def "
 
 def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) -> None:
     """Train, save, sample. The process group is there; all ranks call this with the same."""
+    with folder.held() if dist.get_rank() == 0 else contextlib.nullcontext():
+        _train(options, folder, resume, stop)
+
+
+def _train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) -> None:
     device = device_of_rank(options)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     text = read_text(options.data)
@@ -231,6 +236,8 @@ def load(
 
 def damaged(damage: fullshard.CheckpointError) -> BadInput:
     """What to do about a checkpoint that cannot be loaded."""
+    if damage.advises:
+        return BadInput(str(damage))
     return BadInput(f"{damage}; remove its folder to continue from the checkpoint before it")
 
 

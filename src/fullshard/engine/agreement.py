@@ -153,18 +153,16 @@ class Agreement:
         self._previous_key = key
 
     def _wait_for_all(self, key: str, operation: Operation) -> None:
-        patience, waited = PATIENCE, 0.0
+        if self._comes_soon(key):
+            return
+        waited = PATIENCE
         while True:
-            try:
-                self._store.wait([f"{key}/go"], timedelta(seconds=patience))
-                return
-            except RuntimeError as error:
-                # Each kind of store has its own error and words for "not yet".
-                if "timeout" not in str(error).lower():
-                    raise
-            waited += patience
             self._look(waited, operation)
-            patience = _LOOK_EVERY
+            # Not by a short wait: each that ends in vain is a warning of torch's.
+            time.sleep(_LOOK_EVERY)
+            waited += _LOOK_EVERY
+            if self._store.check([f"{key}/go"]):
+                return
             if waited > self._timeout:
                 raise RanksDisagreeError(
                     f"Waited {waited:.0f} s for all ranks to start {operation}; "
@@ -172,6 +170,17 @@ class Agreement:
                     "fullshard, or gone: look at their logs. (Ranks are waited for as long as the "
                     "process group's timeout says.)"
                 )
+
+    def _comes_soon(self, key: str) -> bool:
+        """Whether all ranks are at ``key`` before patience ends."""
+        try:
+            self._store.wait([f"{key}/go"], timedelta(seconds=PATIENCE))
+            return True
+        except RuntimeError as error:
+            # Each kind of store has its own error and words for "not yet".
+            if "timeout" not in str(error).lower():
+                raise
+            return False
 
     def _forget_previous(self) -> None:
         """All ranks are here, so none is still reading the keys of the meeting before."""
@@ -310,10 +319,23 @@ def _make(group: Any) -> Agreement | NoAgreement:
     backend, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
     if store is None or backend == "fake":
         return NoAgreement()
-    agreement = Agreement(store, group.rank(), group.size(), _timeout_of(group))
+    agreement = Agreement(_connection_to(store), group.rank(), group.size(), _timeout_of(group))
     if "gloo" not in str(backend):
         answer_in_background(agreement, group)
     return agreement
+
+
+def _connection_to(store: Any) -> Any:
+    """``store`` by a connection of its own.
+
+    Groups share one, on which whoever waits keeps all others waiting: another thread of this rank,
+    for which the other ranks may be waiting in turn.
+    """
+    try:
+        return store.clone()
+    except RuntimeError:
+        # A store that is written in Python need not be able to.
+        return store
 
 
 def _timeout_of(group: Any) -> float:

@@ -77,7 +77,7 @@ class FlatParamHandle:
     def __init__(
         self,
         params: Sequence[nn.Parameter],
-        fully_sharded_module: nn.Module,
+        module: nn.Module,
         device: torch.device,
         sharding_strategy: ShardingStrategy,
         offload_params: bool,
@@ -96,7 +96,7 @@ class FlatParamHandle:
         if not self.params:
             raise ValueError("Cannot construct a FlatParamHandle with an empty parameter list")
         check_uniform(self.params, use_orig_params)
-        self.module = fully_sharded_module
+        self.module = module
         self.device = device
         self.strategy = adopt(sharding_strategy, ShardingStrategy, "sharding_strategy")
         self.keep_low_precision_grads = keep_low_precision_grads
@@ -115,7 +115,7 @@ class FlatParamHandle:
         self._reduce_buffers: dict[torch.dtype, ReduceBuffer] = {}
         self._presence: Presence | None = None
         if places is None:
-            places = find_places(fully_sharded_module, self.params)
+            places = find_places(module, self.params)
         self.places = [places[p] for p in self.params]
         #: How tensor parallelism distributed each parameter; empty where it distributed none.
         self.distributions = distributions_of(self.params, distributions or {})

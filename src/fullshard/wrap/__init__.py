@@ -8,7 +8,11 @@ the wrapper class or the engine. ``torch.distributed.fsdp.wrap`` has the same na
 from fullshard.wrap.apply import apply_plan, collector_paused, wrap_submodules
 from fullshard.wrap.describe import describe
 from fullshard.wrap.description import Description, UnitDescription
-from fullshard.wrap.frozen import _validate_frozen_params, check_unit_is_uniform
+from fullshard.wrap.frozen import (
+    _validate_frozen_params,
+    check_flat_unit_is_uniform,
+    check_unit_is_uniform,
+)
 from fullshard.wrap.ignored import Ignored, resolve_ignored
 from fullshard.wrap.manual import enable_wrap, wrap
 from fullshard.wrap.marker import is_unit
@@ -41,6 +45,7 @@ __all__ = [
     "_wrap_module_cls_individually",
     "always_wrap_policy",
     "apply_plan",
+    "check_flat_unit_is_uniform",
     "check_unit_is_uniform",
     "collector_paused",
     "decide",

@@ -11,7 +11,12 @@ from fullshard.wrap.assignment import assign
 from fullshard.wrap.graph import ModuleGraph
 from fullshard.wrap.plan import Plan
 
-__all__ = ["_validate_frozen_params", "check_plan_is_uniform", "check_unit_is_uniform"]
+__all__ = [
+    "_validate_frozen_params",
+    "check_flat_unit_is_uniform",
+    "check_plan_is_uniform",
+    "check_unit_is_uniform",
+]
 
 
 def check_unit_is_uniform(
@@ -22,11 +27,34 @@ def check_unit_is_uniform(
     Raises ``ValueError`` for ``use_orig_params=False`` and warns for ``True``. The words are
     matched by users' code; the engine itself spends no gradient memory on frozen parameters.
     """
+    message = _complaint(path, names, parameters, use_orig_params)
+    if message is None:
+        return
+    if not use_orig_params:
+        raise ValueError(message)
+    warnings.warn(message, UserWarning, stacklevel=3)
+
+
+def check_flat_unit_is_uniform(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse a unit that is made by hand, without original parameters, of both kinds."""
+    if len({parameter.requires_grad for parameter in parameters}) > 1:
+        found = {parameter: name for name, parameter in module.named_parameters()}
+        names = [found[parameter] for parameter in parameters]
+        message = _complaint(_name_of_root(module), names, parameters, use_orig_params=False)
+        raise ValueError(
+            "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: "
+            f"wrap the frozen parameters on their own, or pass use_orig_params=True. {message}"
+        )
+
+
+def _complaint(
+    path: str, names: Sequence[str], parameters: Sequence[nn.Parameter], use_orig_params: bool
+) -> str | None:
     named = list(zip(names, parameters, strict=True))
     trainable = [name for name, parameter in named if parameter.requires_grad]
     frozen = [name for name, parameter in named if not parameter.requires_grad]
     if not trainable or not frozen:
-        return
+        return None
     message = f"{path} has both parameters with requires_grad=True and False. "
     if use_orig_params:
         total = sum(parameter.numel() for parameter in parameters)
@@ -38,14 +66,11 @@ def check_unit_is_uniform(
         )
     else:
         message += "FSDP does not support wrapping such modules when use_orig_params=False. "
-    message += (
+    return message + (
         "If possible, wrap the frozen parameters with FSDP separately.\n"
         f"The following parameters have requires_grad=True:\n{trainable}\n"
         f"The following parameters have requires_grad=False:\n{frozen}"
     )
-    if not use_orig_params:
-        raise ValueError(message)
-    warnings.warn(message, UserWarning, stacklevel=3)
 
 
 def check_plan_is_uniform(plan: Plan) -> None:
@@ -63,7 +88,7 @@ def check_plan_is_uniform(plan: Plan) -> None:
 
 
 def _validate_frozen_params(
-    root_module: nn.Module,
+    root: nn.Module,
     modules_to_wrap: Iterable[nn.Module],
     ignored_params: Iterable[nn.Parameter],
     use_orig_params: bool,
@@ -72,14 +97,14 @@ def _validate_frozen_params(
 
     Only modules given are checked: the root too only if it is among them.
     """
-    graph = ModuleGraph(root_module, excluded_parameters=frozenset(ignored_params))
+    graph = ModuleGraph(root, excluded_parameters=frozenset(ignored_params))
     units = {graph.index_of[module] for module in modules_to_wrap if module in graph.index_of}
     managed = assign(graph, units).managed
     for index in graph.children_first:
         if index in units:
             nodes = managed[index]
             check_unit_is_uniform(
-                graph.path(index) or _name_of_root(root_module),
+                graph.path(index) or _name_of_root(root),
                 [graph.parameter_path(node) for node in nodes],
                 [node.parameter for node in nodes],
                 use_orig_params,

@@ -19,6 +19,7 @@ from ...api import (
     StateDictType,
 )
 from ...engine.places import clean_tensor_name
+from ...wrap import is_unit
 from ..optim_state_dicts import OptimStateDicts
 from ..sharded_tensors import empty_like, shape_of
 from ..state_dicts import StateDicts
@@ -44,6 +45,15 @@ def optimizers_in(optimizer: Any) -> list[torch.optim.Optimizer]:
                 f"{each!r} of type {type(each).__name__}"
             )
     return found
+
+
+def agree_to(verb: str, model: nn.Module) -> None:
+    """Return when all ranks are known to do this next; one that is not is found as in a step."""
+    wrapper: Any = next(filter(is_unit, model.modules()), None)
+    if wrapper is not None:
+        unit = wrapper._unit
+        for group in filter(None, (unit.shards, unit.copies)):
+            group.agree(verb, unit.name)
 
 
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:

@@ -4,4 +4,11 @@ from __future__ import annotations
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is damaged, belongs to another model, or could not be written."""
+    """A checkpoint is damaged, belongs to another model, or could not be written.
+
+    ``advises`` where the message says what to do about it.
+    """
+
+    def __init__(self, message: str, advises: bool = False) -> None:
+        super().__init__(message)
+        self.advises = advises

@@ -77,18 +77,28 @@ def find(path: Path) -> Path | None:
     if (path / MANIFEST).is_file():
         return path
     names = _names(path)
-    _check_last_listed(path)
+    _check_listed(path, names)
     return path / names[-1] if names else None
 
 
-def _check_last_listed(folder: Path) -> None:
-    """Raise CheckpointError if the newest checkpoint lost its manifest; it may be gone wholly."""
+def _check_listed(folder: Path, names: list[str]) -> None:
+    """Raise CheckpointError if the newest checkpoint lost its manifest, or all are gone.
+
+    The newest alone may be gone wholly.
+    """
     listed = _listed(folder) if folder.is_dir() else []
     there = [name for name in listed if _NAME.fullmatch(name) and (folder / name).is_dir()]
     if there and not (folder / there[-1] / MANIFEST).is_file():
         raise CheckpointError(
             f"{folder / there[-1] / MANIFEST} is missing: the checkpoint is damaged. Remove its "
-            "folder to load the one before it"
+            "folder to load the one before it",
+            advises=True,
+        )
+    if listed and not names:
+        raise CheckpointError(
+            f"{folder / INDEX} lists {', '.join(listed)}, but no checkpoint is there. Bring them "
+            "back, or remove the index as well to begin without one",
+            advises=True,
         )
 
 
@@ -113,7 +123,8 @@ def _listed(folder: Path) -> list[str]:
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}. Load a checkpoint by the path of its own folder, or remove the index: "
-            "without it the checkpoint with the highest step is the newest"
+            "without it the checkpoint with the highest step is the newest",
+            advises=True,
         ) from None
     return names
 

@@ -13,7 +13,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from . import folder as folders
-from .content import Targets, check_same_model, optimizers_in, put_back, sharded_state
+from .content import Targets, agree_to, check_same_model, optimizers_in, put_back, sharded_state
 from .errors import CheckpointError
 from .manifest import MANIFEST, Manifest, read_manifest
 from .plain import put_together
@@ -56,6 +56,7 @@ def load(
     >>> start = checkpoint.step + 1  # doctest: +SKIP
     """
     wait_for_running_save()
+    agree_to("load a checkpoint", model)
     ranks = Ranks()
     optimizers = optimizers_in(optimizer)
     found = ranks.first_decides(lambda: _find(Path(path)))

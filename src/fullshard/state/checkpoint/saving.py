@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ...engine.tensor_parallel import is_distributed, local_part
 from ..sharded_tensors import is_sharded
 from . import folder as folders
-from .content import state_of
+from .content import agree_to, state_of
 from .errors import CheckpointError
 from .manifest import Manifest, Table, write_manifest
 from .plain import Tensors, take_apart
@@ -122,6 +122,7 @@ def save(
     previous, _running = _running, None
     if previous is not None:
         previous.wait()
+    agree_to("save a checkpoint", model)
     ranks = Ranks()
     tensors: Tensors = {}
 
