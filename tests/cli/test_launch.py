@@ -457,6 +457,16 @@ def test_threads_are_shared_out_and_never_none() -> None:
     assert default_ranks() >= 1
 
 
+def test_ranks_that_end_long_before_others_are_told_of_once(
+    reports: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(attempts, "_SECONDS_APART", 0.3)
+    text = "import os, time\nif os.environ['RANK'] == '0': time.sleep(1.5)"
+    assert launch(3, [], [script(reports, text)]) == 0
+    printed = capfd.readouterr().err
+    assert printed.count("without an error: ranks 1, 2. Still running: rank 0. Who waits") == 1
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends processes with their parent")
 def test_ranks_end_with_a_launcher_that_is_killed(reports: Path) -> None:
     text = """

@@ -1,4 +1,5 @@
-"""Between two attempts of the elastic launcher: why there is another one, or why there is none.
+"""Between two attempts of the elastic launcher: why there is another one, or why there is none;
+and within one, which ranks have ended long before the others.
 
 The launcher itself tells of a failure only when it starts ranks no more, and starts them again
 whatever the failure was, after half a minute if one of them does not end when it is told to. It
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +29,14 @@ _RESTARTS = "_remaining_restarts"
 #: would do in more, such as to save, they would have to do with that one.
 _RANKS = "_pcontext"
 _SECONDS_TO_END = 5
+#: Those of its ranks that have not ended, by their places on this machine, and all of them.
+_RUNNING = "_running_local_ranks"
+_STARTED = "subprocess_handlers"
+#: Seconds after which it is told that some ranks have ended and others have not.
+_SECONDS_APART = 20.0
+
+#: When the first of an attempt's ranks had ended, and whether that was told.
+_first_ends: weakref.WeakKeyDictionary[Any, tuple[float, bool]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -42,6 +53,7 @@ def attempts_watched() -> Iterator[None]:
         # A torch that is other than expected must not end a run that would go on.
         with contextlib.suppress(AttributeError, TypeError):
             _after_look(agent, result)
+            _tell_of_early_ends(agent)
         return result
 
     setattr(LocalElasticAgent, _LOOKS, look_closely)
@@ -78,3 +90,30 @@ def _after_look(agent: Any, result: Any) -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+def _tell_of_early_ends(agent: Any) -> None:
+    """Say, once, which ranks have ended without an error while others go on: maybe in vain."""
+    ranks = getattr(agent, _RANKS)
+    running = getattr(ranks, _RUNNING)
+    ended = set(getattr(ranks, _STARTED)) - running
+    if not (ended and running):
+        return
+    since, told = _first_ends.setdefault(ranks, (time.monotonic(), False))
+    seconds = time.monotonic() - since
+    if told or seconds < _SECONDS_APART:
+        return
+    _first_ends[ranks] = since, True
+    workers = agent._worker_group.workers
+    print(
+        f"Ended {seconds:.0f} s ago, without an error: {_numbered(workers, ended)}. Still running: "
+        f"{_numbered(workers, running)}. Who waits for a rank that has ended does so in vain: look "
+        "whether all ranks have the same number of batches.",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _numbered(workers: Any, places: set[int]) -> str:
+    numbers = sorted(workers[place].global_rank for place in places)
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(map(str, numbers))}"

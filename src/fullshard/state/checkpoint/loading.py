@@ -32,7 +32,10 @@ class Checkpoint:
 
 
 def latest(path: str | os.PathLike[str]) -> Checkpoint | None:
-    """The checkpoint that :func:`load` would load, or None; needs no ranks and no model."""
+    """The checkpoint that :func:`load` would load, or None; needs no ranks and no model.
+
+    Raises :class:`CheckpointError` if it is damaged, or if all that the index lists are gone.
+    """
     found = folders.find(Path(path))
     if found is None:
         return None
