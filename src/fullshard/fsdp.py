@@ -23,7 +23,7 @@ from .engine.places import WRAPPED_MODULE, clean_tensor_name
 from .engine.precision import BufferPrecision, cast_floating, floating_dtype, move
 from .engine.process_groups import ProcessGroups, resolve_groups
 from .engine.schedule import Schedule
-from .engine.suitability import check_modules, check_one_device, note_places
+from .engine.suitability import check_modules, check_one_device, note_pieces, note_places
 from .engine.unit import Unit, UnitOptions
 from .facts import TrainingState, UnitFacts
 from .forward_method import ForwardMethod
@@ -235,6 +235,7 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
         except BaseException as error:
             schedule.abandon(unit)
             note_places(error, unit, (args, kwargs))
+            note_pieces(error, (other._unit for other in self.fsdp_modules(self.module)))
             raise
         finally:
             schedule.leave(unit)

@@ -234,3 +234,49 @@ def test_units_may_differ_in_every_option(argument: str, swapped: bool) -> None:
         model.blocks[index] = FSDP(block, **{argument: inner if index != 1 else outer})
 
     compare_models(bare, FSDP(model, **{argument: outer}))
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.attention(x, x, x, need_weights=False)[0])
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@ranks(2)
+def test_parameters_used_outside_of_their_unit_are_named(use_orig_params: bool) -> None:
+    policy = ModuleWrapPolicy({nn.Linear})
+    model = FSDP(build(Attending), auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, 1, 8, device=device()))
+    (note,) = caught.value.__notes__
+    assert "'attention.out_proj'" in note
+    assert "let the module that uses it be the unit" in note
+
+
+@ranks(2)
+def test_an_error_about_other_shapes_is_left_as_it_is() -> None:
+    model = FSDP(build(Net), auto_wrap_policy=blocks_policy(), use_orig_params=True)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        model(torch.ones(2, 987, device=device()))
+    assert not hasattr(caught.value, "__notes__")
+
+
+class Refusing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("a user's own word about 1-D tensors")
+
+
+@ranks(2)
+def test_an_error_inside_a_unit_is_not_blamed_on_others_that_rest() -> None:
+    model = FSDP(
+        build(lambda: nn.Sequential(Refusing(4, 4), nn.Linear(4, 4))),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+    )
+    with pytest.raises(RuntimeError, match="own word") as caught:
+        model(torch.ones(2, 4, device=device()))
+    assert not hasattr(caught.value, "__notes__")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +17,12 @@ from .structures import tensors_in
 from .unit import Unit
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+#: How torch's operations say that a weight has one dimension only, as pieces have.
+_FLAT = re.compile(r"1-D|2-D|must be a matrix|dimensions")
+#: Set on an error that a unit has looked at.
+_SEEN = "_fullshard_seen"
+#: How many units a note names.
+_SHOWN = 4
 
 
 def check_modules(root: nn.Module, modules: Iterable[nn.Module]) -> None:
@@ -105,6 +112,33 @@ def note_places(error: BaseException, unit: Unit, inputs: Any) -> None:
         error.add_note(
             f"Unit {unit.name!r} computes on {device}, but there is {', '.join(found)}. Its "
             "parameters follow the model's device at wrapping, device_id=, or model.to()."
+        )
+
+
+def note_pieces(error: BaseException, nested: Iterable[Unit]) -> None:
+    """Add to an error about shapes which of the ``nested`` units' parameters are pieces now.
+
+    Those whose sizes it speaks of: whoever uses one without calling its module meets such an error.
+    The innermost unit that the error passes decides.
+    """
+    if not isinstance(error, RuntimeError) or _SEEN in vars(error):
+        return
+    setattr(error, _SEEN, True)
+    numbers = {int(number) for number in re.findall(r"\b\d{1,15}\b", str(error))}
+    flat = _FLAT.search(str(error)) is not None
+    resting = [unit for unit in nested if unit.is_sharded and not unit.shows_full]
+    found = [
+        repr(unit.name)
+        for unit in resting
+        if any(flat or piece.numel in numbers for handle in unit.handles for piece in handle.pieces)
+    ]
+    if found:
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        error.add_note(
+            "Outside of its own forward a unit shows this rank's pieces of its parameters: at this "
+            f"point {', '.join(found[:_SHOWN])}{more}. If one of them is used without calling its "
+            "module, as nn.MultiheadAttention uses out_proj, let the module that uses it be the "
+            "unit."
         )
 
 
