@@ -467,6 +467,27 @@ def test_ranks_that_end_long_before_others_are_told_of_once(
     assert printed.count("without an error: ranks 1, 2. Still running: rank 0. Who waits") == 1
 
 
+def test_under_nohup_a_terminal_may_close(reports: Path) -> None:
+    text = """
+import os, time
+from pathlib import Path
+reports = Path(os.environ["REPORTS"])
+(reports / os.environ["RANK"]).touch()
+while not (reports / "leave").exists():
+    time.sleep(0.01)
+"""
+    start = f"import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n{START}"
+    launcher = subprocess.Popen([sys.executable, "-c", start, "2", script(reports, text)])
+    end = time.monotonic() + 60
+    while not all((reports / str(rank)).exists() for rank in range(2)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    (reports / "leave").touch()
+    assert launcher.wait(60) == 0
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends processes with their parent")
 def test_ranks_end_with_a_launcher_that_is_killed(reports: Path) -> None:
     text = """

@@ -184,8 +184,13 @@ def test_a_run_that_another_process_trains_is_refused(complete: Path, tmp_path: 
     shutil.copytree(complete, tmp_path / "busy")
     request = Request({}, name="busy", runs=tmp_path, resume=True)
     refused = pytest.raises(BadInput, match=r"another run is training in .*busy at this moment")
-    with RunFolder(tmp_path / "busy").held(), refused:
-        prepare(request, ranks=2)
+    before = (tmp_path / "busy" / "config.toml").read_text()
+    _, folder = prepare(request, ranks=2)
+    with refused:
+        prepare(dataclasses.replace(request, flags={"steps": 99}), ranks=2)
+    assert folder.options() == dataclasses.replace(OPTIONS, device=device().type)
+    assert (tmp_path / "busy" / "config.toml").read_text() == before
+    folder.let_go()
     prepare(request, ranks=2)
 
 
@@ -207,6 +212,19 @@ def test_a_folder_is_made_by_one_of_two_that_start_at_once(
             assert prepare(request, ranks=2)[1].path != other[-1].path
 
 
+def test_a_link_that_leads_nowhere_is_no_place_for_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fullshard.cli.train.check_run", lambda *_: None)
+    (tmp_path / "runs").symlink_to("/nowhere/at/all")
+    with pytest.raises(BadInput, match="cannot be written"):
+        prepare(Request({}, runs=tmp_path / "runs"), ranks=2)
+    (tmp_path / "run-1").symlink_to("/nowhere/at/all")
+    assert prepare(Request({}, runs=tmp_path), ranks=2)[1].path.name == "run-2"
+    with pytest.raises(BadInput, match="is there already"):
+        prepare(Request({}, name="run-1", runs=tmp_path), ranks=2)
+
+
 def test_metrics_that_something_else_damaged_do_not_end_a_run(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.metrics.write_bytes(b'{"step": 1}\n{}\n[2]\n\xff\n{"step": 2}\n{"step": 3}\n{"st')
@@ -224,6 +242,16 @@ def test_a_signal_is_remembered_once(name: str) -> None:
         assert stop.signal is number
         assert signal.getsignal(number) is signal.SIG_DFL
     assert signal.getsignal(number) is before
+
+
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.signal is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_folder_knows_what_leads_to_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from typing import Any
 
@@ -269,6 +270,22 @@ def test_an_error_about_other_shapes_is_left_as_it_is() -> None:
 class Refusing(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("a user's own word about 1-D tensors")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(RuntimeError):
+    code: int
+
+
+@ranks(2)
+def test_an_error_that_takes_no_notes_comes_out_as_it_is() -> None:
+    class Raising(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise Frozen(3)
+
+    model = FSDP(build(lambda: nn.Sequential(nn.Linear(4, 4), Raising())))
+    with pytest.raises(Frozen):
+        model(torch.ones(2, 4, device=device()))
 
 
 @ranks(2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import uuid
 from argparse import Namespace
@@ -130,6 +131,9 @@ def _arguments(
     parser = get_args_parser()
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=str(default_ranks()))
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        # Under nohup: not the launcher's to end its ranks by, and ignored by them as well.
+        parser.set_defaults(signals_to_handle="SIGTERM,SIGINT,SIGQUIT")
     calls = [word for name in before for word in ("--call", name)]
     arguments = parser.parse_args([*options, _RANK])
     if arguments.training_script != _RANK or arguments.training_script_args:

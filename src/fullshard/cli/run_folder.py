@@ -5,12 +5,10 @@ runs/NAME/config.toml  metrics.jsonl  loss.png  sample.txt  checkpoints/  tensor
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from .option_files import read_values, to_toml
 from .options import Options, build_options
@@ -44,6 +42,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
         self._lock = path / ".lock"
+        self._held: IO[str] | None = None
 
     @property
     def flags(self) -> list[str]:
@@ -64,9 +63,10 @@ class RunFolder:
         """Make the folder; False if it is there, by now."""
         try:
             self.path.mkdir(parents=True)
-        except FileExistsError:
-            return False
         except OSError as error:
+            if isinstance(error, FileExistsError) and os.path.lexists(self.path):
+                return False
+            # Also where something that is no folder has the name of one above it.
             raise self._cannot_be_written(error) from None
         return True
 
@@ -85,33 +85,41 @@ class RunFolder:
     def _cannot_be_written(self, error: OSError) -> BadInput:
         return BadInput(f"{self.path} cannot be written: {error}; choose other --runs")
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Refuse others that would write here at the same time; for as long as this process lives.
+    def hold(self) -> None:
+        """Refuse others that would train here, until :meth:`let_go` or the end of this process.
 
-        Where the system has no such locks, nobody is refused.
+        Where the system, or the file system, has no such locks, nobody is refused.
         """
         try:
             import fcntl
         except ImportError:
-            yield
             return
         try:
             file = self._lock.open("w")
         except OSError as error:
             raise self._cannot_be_written(error) from None
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise BadInput(
-                    f"another run is training in {self.path} at this moment; end it first, or "
-                    "choose another --name"
-                ) from None
-            except OSError:
-                # A file system without locks.
-                pass
-            yield
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise BadInput(
+                f"another run is training in {self.path} at this moment; end it first, or choose "
+                "another --name"
+            ) from None
+        except OSError:
+            file.close()
+            return
+        self._held = file
+
+    def let_go(self) -> None:
+        """Let others train here."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other ranks, which hold nothing."""
+        return {**vars(self), "_held": None}
 
     def accept_options(self) -> None:
         """Let the proposed options be the run's."""
@@ -169,9 +177,9 @@ def new_run(runs: Path, name: str | None) -> RunFolder:
     """A folder that is not there yet: of that name, or of the next free number."""
     if name is None:
         numbers = (number for number in range(1, 1_000_000))
-        name = next(f"run-{n}" for n in numbers if not (runs / f"run-{n}").exists())
+        name = next(f"run-{n}" for n in numbers if not os.path.lexists(runs / f"run-{n}"))
     folder = RunFolder(runs / name)
-    if folder.path.exists():
+    if os.path.lexists(folder.path):
         raise _is_there(folder)
     return folder
 

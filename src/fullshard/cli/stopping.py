@@ -18,6 +18,8 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         names = ("SIGINT", "SIGTERM", "SIGHUP")
         signals = [signal.Signals[name] for name in names if hasattr(signal, name)]
+        # Under nohup a terminal may close.
+        signals = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._remember) for number in signals}
         return self
 

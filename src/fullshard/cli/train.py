@@ -76,6 +76,7 @@ def run_training(request: Request) -> int:
         return launch(ranks, launcher_options, command)
     finally:
         folder.forget_proposed_options()
+        folder.let_go()
 
 
 def check_counts(request: Request) -> None:
@@ -155,7 +156,7 @@ def _leave_together() -> None:
 
 
 def prepare(request: Request, ranks: int | None) -> tuple[Options, RunFolder]:
-    """Check everything, then make the run's folder. ``ranks`` of all machines, if known."""
+    """Check everything, then make the run's folder, and hold it. ``ranks`` of all machines."""
     options, folder = resolve(request)
     if ranks is None:
         ranks = ranks_here(options)
@@ -163,8 +164,8 @@ def prepare(request: Request, ranks: int | None) -> tuple[Options, RunFolder]:
     check_run(options, ranks)
     if not goes_on(request):
         folder = make_run(request.runs, request.name)
-    with folder.held():
-        folder.write_options(options)
+    folder.hold()
+    folder.write_options(options)
     return options, folder
 
 

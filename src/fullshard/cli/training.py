@@ -45,11 +45,6 @@ _PROMPT = b"def "
 
 def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) -> None:
     """Train, save, sample. The process group is there; all ranks call this with the same."""
-    with folder.held() if dist.get_rank() == 0 else contextlib.nullcontext():
-        _train(options, folder, resume, stop)
-
-
-def _train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) -> None:
     device = device_of_rank(options)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     text = read_text(options.data)

@@ -32,6 +32,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -74,6 +75,9 @@ class Operation(NamedTuple):
 #: An operation and its number among those of its process group.
 Place = tuple[int, Operation]
 _ASKED = "fullshard/asked"
+#: The threads that are meeting other ranks at a store.
+_meeting: set[int] = set()
+_meeting_lock = threading.Lock()
 #: What a forward does to units.
 _OF_FORWARD = ("gather", "run")
 
@@ -97,6 +101,8 @@ class Agreement:
         self._passes: collections.deque[Operation] = collections.deque(maxlen=_PASSES_REMEMBERED)
         self._previous_key: str | None = None
         self._asking = False
+        #: Whether this group has left the connection to the store that all groups share.
+        self._has_connection = False
         self._finding: str | None = None
         #: The place of the last operation for which it was told that others are waited for.
         self._told = -1
@@ -144,6 +150,31 @@ class Agreement:
             patience = _LOOK_EVERY
 
     def _meet(self, operation: Operation) -> None:
+        with self._at_store():
+            self._meet_at_store(operation)
+
+    @contextlib.contextmanager
+    def _at_store(self) -> Iterator[None]:
+        """Have a connection to the store on which no other thread waits.
+
+        Groups share one, and whoever waits on it keeps all others waiting: another thread, too, for
+        which other ranks may wait in turn. Not one for every group: servers are slow to take many.
+        """
+        thread = threading.get_ident()
+        with _meeting_lock:
+            if _meeting - {thread} and not self._has_connection:
+                self._has_connection = True
+                # A store that is written in Python need not be able to.
+                with contextlib.suppress(RuntimeError):
+                    self._store = self._store.clone()
+            _meeting.add(thread)
+        try:
+            yield
+        finally:
+            with _meeting_lock:
+                _meeting.discard(thread)
+
+    def _meet_at_store(self, operation: Operation) -> None:
         key = f"fullshard/{self._count}/{'/'.join(map(str, operation))}"
         if self._store.add(key, 1) == self._world_size:
             self._store.set(f"{key}/go", "1")
@@ -319,23 +350,10 @@ def _make(group: Any) -> Agreement | NoAgreement:
     backend, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
     if store is None or backend == "fake":
         return NoAgreement()
-    agreement = Agreement(_connection_to(store), group.rank(), group.size(), _timeout_of(group))
+    agreement = Agreement(store, group.rank(), group.size(), _timeout_of(group))
     if "gloo" not in str(backend):
         answer_in_background(agreement, group)
     return agreement
-
-
-def _connection_to(store: Any) -> Any:
-    """``store`` by a connection of its own.
-
-    Groups share one, on which whoever waits keeps all others waiting: another thread of this rank,
-    for which the other ranks may be waiting in turn.
-    """
-    try:
-        return store.clone()
-    except RuntimeError:
-        # A store that is written in Python need not be able to.
-        return store
 
 
 def _timeout_of(group: Any) -> float:

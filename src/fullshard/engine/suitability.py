@@ -123,7 +123,11 @@ def note_pieces(error: BaseException, nested: Iterable[Unit]) -> None:
     """
     if not isinstance(error, RuntimeError) or _SEEN in vars(error):
         return
-    setattr(error, _SEEN, True)
+    try:
+        setattr(error, _SEEN, True)
+    except Exception:
+        # A class of the user's, to which nothing can be added.
+        return
     numbers = {int(number) for number in re.findall(r"\b\d{1,15}\b", str(error))}
     flat = _FLAT.search(str(error)) is not None
     resting = [unit for unit in nested if unit.is_sharded and not unit.shows_full]
