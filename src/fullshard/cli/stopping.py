@@ -9,8 +9,10 @@ __all__ = ["StopRequest"]
 
 
 class StopRequest:
-    """Inside the context, Ctrl-C, SIGTERM and a terminal that closes are remembered, and end
-    nothing; a second one does."""
+    """Inside the context, signals to leave are remembered, and end nothing; a second one does.
+
+    They are Ctrl-C, SIGTERM, and a terminal that closes.
+    """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None

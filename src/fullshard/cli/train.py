@@ -156,7 +156,10 @@ def _leave_together() -> None:
 
 
 def prepare(request: Request, ranks: int | None) -> tuple[Options, RunFolder]:
-    """Check everything, then make the run's folder, and hold it. ``ranks`` of all machines."""
+    """Check everything, then make the run's folder, and hold it.
+
+    ``ranks`` are those of all machines, if known.
+    """
     options, folder = resolve(request)
     if ranks is None:
         ranks = ranks_here(options)
