@@ -7,7 +7,6 @@ import os
 import py_compile
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.cli import attempts
+from fullshard.cli import attempts, ports
 from fullshard.cli.launch import default_ranks, launch, threads_per_rank
+from fullshard.testing.session import reserve_port
 
 # Programs that do not import torch start within a tenth of a second.
 REPORT = """
@@ -96,6 +96,22 @@ if __name__ == "__main__":
     facts.update(source=inspect.getsource(pickled))
     atexit.register(finish)
     threading.Thread(target=thread).start()
+"""
+#: Who asks for the port of the ranks before they listen there does not get it; the ranks do.
+MEET = """
+import os, socket
+import torch.distributed as dist
+from pathlib import Path
+
+port = int(os.environ["MASTER_PORT"])
+if os.environ["RANK"] == "0":
+    with socket.socket() as other:
+        try:
+            other.bind(("127.0.0.1", port))
+        except OSError:
+            Path(os.environ["REPORTS"], "held-" + os.environ["TORCHELASTIC_RESTART_COUNT"]).touch()
+dist.init_process_group("gloo")
+dist.destroy_process_group()
 """
 #: A launcher in a process of its own: ranks, launcher options, program.
 START = """
@@ -299,6 +315,25 @@ def test_bad_input_that_ranks_find_is_told_in_one_line_and_tried_once(
     assert [*reports.iterdir()] == []
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ports cannot be held")
+def test_nobody_else_is_given_the_port_at_which_ranks_will_meet(reports: Path) -> None:
+    program = script(reports, MEET + FAIL_ONCE)
+
+    assert launch(2, ["--max-restarts", "1"], [program]) == 0
+
+    assert sorted(path.name for path in reports.glob("held-*")) == ["held-0", "held-1"]
+
+
+def test_a_torch_that_chooses_ports_in_another_way_starts_ranks_all_the_same(
+    reports: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ports, "_FREE_PORT", "another_way")
+
+    assert launch(1, [], [script(reports, REPORT)]) == 0
+
+    assert read(reports, 1)[0]["RANK"] == "0"
+
+
 @pytest.mark.parametrize("missing", ["_monitor_workers", "_remaining_restarts", "_pcontext"])
 def test_a_torch_whose_agent_is_another_starts_ranks_again_all_the_same(
     reports: Path,
@@ -405,16 +440,15 @@ sys.exit(status)
 
 
 def test_two_machines_meet_through_torchruns_own_options(reports: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
     program = script(reports, REPORT)
-    other = subprocess.Popen([sys.executable, "-c", START, "1", *options, program])
+    with reserve_port() as reserved:
+        place = f"localhost:{reserved.getsockname()[1]}"
+        options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", place]
+        other = subprocess.Popen([sys.executable, "-c", START, "1", *options, program])
 
-    assert launch(1, options, [program]) == 0
+        assert launch(1, options, [program]) == 0
 
-    assert other.wait(timeout=120) == 0
+        assert other.wait(timeout=120) == 0
     assert [facts["WORLD_SIZE"] for facts in read(reports, 2)] == ["2", "2"]
     assert [facts["LOCAL_RANK"] for facts in read(reports, 2)] == ["0", "0"]
 

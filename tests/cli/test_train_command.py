@@ -10,7 +10,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ import torch.distributed.run
 import fullshard
 from fullshard.cli.main import main
 from fullshard.cli.run_folder import RunFolder
+from fullshard.testing.session import reserve_port
 
 if not Path("/proc/self/environ").exists():
     pytest.skip("ranks are found through /proc", allow_module_level=True)
@@ -137,13 +137,12 @@ def test_the_same_command_runs_under_torchrun(
 
 
 def test_two_machines_train_together_until_ctrl_c_and_save(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{probe.getsockname()[1]}"
     options = [*TINY.replace("--ranks 2", "--ranks 1").split(), "--steps", "1000000"]
-    options += ["--save-every", "0", "--nodes", "2", "--rendezvous", place]
+    options += ["--save-every", "0", "--nodes", "2"]
 
-    with started(tmp_path, *options) as first, started(tmp_path, *options) as second:
+    with reserve_port() as reserved, contextlib.ExitStack() as stack:
+        options += ["--rendezvous", f"127.0.0.1:{reserved.getsockname()[1]}"]
+        first, second = (stack.enter_context(started(tmp_path, *options)) for _ in range(2))
         machines = (first, second)
         wait_for_step(tmp_path, 3, lambda: first.poll() is None)
         for machine in machines:
