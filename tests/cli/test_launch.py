@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.cli import attempts, ports
+from fullshard.cli import attempts, meeting
 from fullshard.cli.launch import default_ranks, launch, threads_per_rank
-from fullshard.testing.session import reserve_port
+from fullshard.ports import reserve_port
 
 # Programs that do not import torch start within a tenth of a second.
 REPORT = """
@@ -327,7 +327,7 @@ def test_nobody_else_is_given_the_port_at_which_ranks_will_meet(reports: Path) -
 def test_a_torch_that_chooses_ports_in_another_way_starts_ranks_all_the_same(
     reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ports, "_FREE_PORT", "another_way")
+    monkeypatch.setattr(meeting, "_FREE_PORT", "another_way")
 
     assert launch(1, [], [script(reports, REPORT)]) == 0
 
@@ -441,7 +441,7 @@ sys.exit(status)
 
 def test_two_machines_meet_through_torchruns_own_options(reports: Path) -> None:
     program = script(reports, REPORT)
-    with reserve_port() as reserved:
+    with reserve_port("") as reserved:
         place = f"localhost:{reserved.getsockname()[1]}"
         options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", place]
         other = subprocess.Popen([sys.executable, "-c", START, "1", *options, program])

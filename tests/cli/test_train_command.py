@@ -24,7 +24,7 @@ import torch.distributed.run
 import fullshard
 from fullshard.cli.main import main
 from fullshard.cli.run_folder import RunFolder
-from fullshard.testing.session import reserve_port
+from fullshard.ports import reserve_port
 
 if not Path("/proc/self/environ").exists():
     pytest.skip("ranks are found through /proc", allow_module_level=True)
@@ -140,7 +140,7 @@ def test_two_machines_train_together_until_ctrl_c_and_save(tmp_path: Path) -> No
     options = [*TINY.replace("--ranks 2", "--ranks 1").split(), "--steps", "1000000"]
     options += ["--save-every", "0", "--nodes", "2"]
 
-    with reserve_port() as reserved, contextlib.ExitStack() as stack:
+    with reserve_port("127.0.0.1") as reserved, contextlib.ExitStack() as stack:
         options += ["--rendezvous", f"127.0.0.1:{reserved.getsockname()[1]}"]
         first, second = (stack.enter_context(started(tmp_path, *options)) for _ in range(2))
         machines = (first, second)

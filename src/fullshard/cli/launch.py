@@ -1,8 +1,8 @@
 """Starting ranks through torch's elastic launcher, and ending them all when one fails.
 
 Every command that needs ranks goes through :func:`launch`. What the ranks themselves do first is
-in ``rank.py``, where they meet in ``ports.py``; what is said about a failure is in ``failures.py``,
-and whether ranks are started again after one in ``attempts.py``.
+in ``rank.py``, where they meet in ``meeting.py``; what is said about a failure is in
+``failures.py``, and whether ranks are started again after one in ``attempts.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.distributed.run import (
 from . import rank
 from .attempts import attempts_watched
 from .failures import failures_of, interruptions_in, render
-from .ports import ports_held
+from .meeting import ports_held
 from .problems import BadInput
 
 __all__ = ["default_ranks", "launch"]

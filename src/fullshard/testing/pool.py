@@ -13,13 +13,14 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from ..ports import reserve_port
 from .device import chosen_device_type, require_device
 from .errors import RankSetupError, RanksFailed
-from .protocol import Assignment, Request
+from .protocol import LOOPBACK, Assignment, Request
 from .rank_process import RankProcess
 from .report import format_report
 from .run import Run
-from .session import Session, current_session, reserve_port
+from .session import Session, current_session
 from .shipping import pack_call
 from .worker import is_rank
 
@@ -122,7 +123,7 @@ class RankPool:
 
     def _start(self, session: Session) -> None:
         prefix = f"pool-{next(_pool_numbers)}"
-        self._spare_port = reserve_port()
+        self._spare_port = reserve_port(LOOPBACK)
         for rank in range(self.world_size):
             assignment = Assignment(
                 rank=rank,

@@ -67,15 +67,6 @@ def close_session() -> None:
         _session = None
 
 
-def reserve_port() -> socket.socket:
-    """A free port that nobody else is given while the socket is open, for others to listen on."""
-    reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # With this option on both sides, a second socket may be bound while this one is idle.
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind((LOOPBACK, 0))
-    return reserved
-
-
 def _chosen_port() -> int:
     given = os.environ.get(PORT_VARIABLE) or "0"
     if not given.isdecimal() or int(given) > 65535:

@@ -9,11 +9,12 @@ keeps it from being given away, and lets those listen who ask for it by its numb
 from __future__ import annotations
 
 import contextlib
-import socket
 import sys
 from collections.abc import Iterator
 
 from torch.distributed.elastic.rendezvous import api
+
+from ..ports import reserve_port
 
 __all__ = ["ports_held"]
 
@@ -25,8 +26,8 @@ _FREE_PORT = "get_free_port"
 def ports_held() -> Iterator[None]:
     """Inside the context, hold the ports that the launcher chooses.
 
-    Only on Linux: elsewhere a bound socket keeps away who asks for its port by number, too. There,
-    and where a version of torch has another way to choose, ports are chosen as torch does.
+    Where ports cannot be held, which is everywhere but on Linux, and where a version of torch has
+    another way to choose, they are chosen as torch does.
     """
     choose = vars(api).get(_FREE_PORT)
     if sys.platform != "linux" or not callable(choose):
@@ -35,7 +36,7 @@ def ports_held() -> Iterator[None]:
     with contextlib.ExitStack() as held:
 
         def choose_and_hold() -> int:
-            port: int = held.enter_context(_bound_socket()).getsockname()[1]
+            port: int = held.enter_context(reserve_port("")).getsockname()[1]
             return port
 
         setattr(api, _FREE_PORT, choose_and_hold)
@@ -43,11 +44,3 @@ def ports_held() -> Iterator[None]:
             yield
         finally:
             setattr(api, _FREE_PORT, choose)
-
-
-def _bound_socket() -> socket.socket:
-    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # With this option, which torch's store sets too, a second socket may be bound and listen.
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.bind(("", 0))
-    return bound
