@@ -111,6 +111,8 @@ if os.environ["RANK"] == "0":
         except OSError:
             Path(os.environ["REPORTS"], "held-" + os.environ["TORCHELASTIC_RESTART_COUNT"]).touch()
 dist.init_process_group("gloo")
+# Who leaves before the other has seen it connect makes the other fail.
+dist.barrier()
 dist.destroy_process_group()
 """
 #: A launcher in a process of its own: ranks, launcher options, program.

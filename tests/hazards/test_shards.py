@@ -281,6 +281,8 @@ def test_a_destroyed_process_group_goes_with_the_last_model_that_used_it() -> No
     group = dist.new_group()
     model = FSDP(nn.Linear(4, 4, device=device()), process_group=group)
     model(torch.ones(2, 4, device=device())).sum().backward()
+    # All ranks have had the others' last messages.
+    dist.barrier()
     dist.destroy_process_group(group)
     gone = weakref.ref(group)
 
