@@ -40,7 +40,7 @@ class Material(NamedTuple):
 class Initial(NamedTuple):
     """Where parameters get their memory and their values from."""
 
-    device_id: int | torch.device | None
+    device_id: int | str | torch.device | None
     param_init_fn: Callable[[nn.Module], None] | None
     sync_module_states: bool
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -241,3 +242,44 @@ def test_metadata_of_lists_equals_metadata_of_tuples() -> None:
     assert ours != other
     assert ours == (("a",), ((2, 3),), (6,), ((0, 5),))
     assert ours != ["a"]
+
+
+def test_metadata_has_the_fields_of_torch_in_its_order() -> None:
+    from torch.distributed.fsdp import _flat_param
+
+    torchs = _flat_param.FlatParamShardMetadata._fields
+    # Versions of torch before 2.13 may have some of them only.
+    assert [name for name in FlatParamShardMetadata._fields if name in torchs] == list(torchs)
+
+
+def test_metadata_without_strides_equals_metadata_with_any() -> None:
+    four = {
+        "param_names": ("a",),
+        "param_shapes": (torch.Size((2, 3)),),
+        "param_numels": (6,),
+        "param_offsets": ((0, 5),),
+    }
+    older = FlatParamShardMetadata(**four)
+    rows = FlatParamShardMetadata(**four, param_strides=((3, 1),), param_contiguities=(True,))
+    columns = FlatParamShardMetadata(**four, param_strides=((1, 2),), param_contiguities=(False,))
+
+    assert older == rows
+    assert older == columns
+    assert rows != columns
+    assert hash(older) == hash(rows) == hash(columns)
+    assert tuple(older) == tuple(rows)
+    assert rows == (("a",), ((2, 3),), ((3, 1),), (True,), (6,), ((0, 5),))
+    assert pickle.loads(pickle.dumps(older)) == columns
+    with pytest.raises(TypeError, match="lacks param_numels"):
+        FlatParamShardMetadata(("a",), ((2, 3),), param_offsets=((0, 5),))
+
+
+@ranks(2)
+def test_metadata_tells_how_a_parameter_lay_in_memory() -> None:
+    module = nn.Conv2d(3, 4, 2, bias=False, device=device()).to(memory_format=torch.channels_last)
+    stride = module.weight.stride()
+    found = handle_for(module).shard_metadata()
+
+    assert found.param_strides == (stride,)
+    assert found.param_contiguities == (False,)
+    assert handle_for(linears((7, 3))).shard_metadata().param_contiguities == (True,)

@@ -209,7 +209,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("process_group", [0, 1], "list"),
     ("device_mesh", 3, "int"),
     ("device_id", 1.5, "float"),
-    ("device_id", "cuda:0", "cuda:0"),
+    ("device_id", ["cuda:0"], "cuda:0"),
 ]
 
 
@@ -224,6 +224,28 @@ def test_an_argument_of_the_wrong_kind_is_refused_with_one_clear_line(
     with pytest.raises(TypeError, match=rf"^{argument} expects .* but got .*(?:{named})") as error:
         FSDP(**arguments)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@ranks(2)
+def test_a_device_is_named_by_a_string_as_by_an_object(nested: bool) -> None:
+    # Programs write device_id=device.type.
+    policy = size_based(10) if nested else None
+    model = FSDP(linears(), auto_wrap_policy=policy, device_id=device().type)
+
+    assert all(unit.compute_device.type == device().type for unit in FSDP.fsdp_modules(model))
+    assert model(torch.ones(2, 5, device=device())).device.type == device().type
+
+
+def test_a_string_that_names_no_device_is_refused_with_examples() -> None:
+    with pytest.raises(ValueError, match=r"such as 'cuda', 'cuda:1' or 'cpu', but got 'gpu zero'"):
+        FSDP(linears(), RankAndSize(), device_id="gpu zero")
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
+def test_a_named_accelerator_that_is_not_there_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="device_id asks for cuda:1, but torch finds no cuda"):
+        FSDP(linears(), RankAndSize(), device_id="cuda:1")
 
 
 def test_an_unknown_argument_is_refused_by_name() -> None:

@@ -86,7 +86,7 @@ def group_parameters(
 
 def compute_device(
     parameters: Iterable[nn.Parameter],
-    device_id: int | torch.device | None,
+    device_id: int | str | torch.device | None,
     offload: bool,
     rank: int,
 ) -> torch.device:
@@ -107,12 +107,14 @@ def compute_device(
     return found or torch.device("cpu")
 
 
-def _as_device(device_id: int | torch.device | None) -> torch.device | None:
+def _as_device(device_id: int | str | torch.device | None) -> torch.device | None:
     if device_id is None:
         return None
+    if isinstance(device_id, str):
+        device_id = _named_device(device_id)
     if not isinstance(device_id, (int, torch.device)):
         raise TypeError(
-            "device_id expects an int or a torch.device, but got "
+            "device_id expects an int, a torch.device or the name of one such as 'cuda:1', but got "
             f"{device_id!r} of type {type(device_id).__name__}"
         )
     accelerator = (
@@ -129,6 +131,16 @@ def _as_device(device_id: int | torch.device | None) -> torch.device | None:
         return device_id
     # A number names an accelerator; where there is none, programs pass their rank all the same.
     return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, device_id)
+
+
+def _named_device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device_id expects the name of a device such as 'cuda', 'cuda:1' or 'cpu', but got "
+            f"{name!r}: {error}"
+        ) from None
 
 
 def broadcast_states(

@@ -23,23 +23,98 @@ from typing import Any, NamedTuple
 ALIGNMENT_BYTES = 16
 
 
-class FlatParamShardMetadata(NamedTuple):
-    """The parameters that a range of a flat buffer touches, with inclusive offset pairs."""
-
+class _ShardMetadataFields(NamedTuple):
     param_names: tuple[str, ...]
     param_shapes: tuple[tuple[int, ...], ...]
+    param_strides: tuple[tuple[int, ...], ...]
+    param_contiguities: tuple[bool, ...]
     param_numels: tuple[int, ...]
     param_offsets: tuple[tuple[int, int], ...]
 
+
+class FlatParamShardMetadata(_ShardMetadataFields):
+    """The parameters that a range of a flat buffer touches, with inclusive offset pairs.
+
+    Older versions of torch have no strides and contiguities, and programs written for them leave
+    these two out. Such metadata describes contiguous parameters, and is compared by the other four
+    fields alone.
+    """
+
+    #: Whether strides and contiguities were given.
+    _has_strides = True
+
+    def __new__(
+        cls,
+        param_names: Sequence[str],
+        param_shapes: Sequence[Sequence[int]],
+        param_strides: Any = None,
+        param_contiguities: Any = None,
+        param_numels: Any = None,
+        param_offsets: Any = None,
+    ) -> FlatParamShardMetadata:
+        if param_numels is None and param_offsets is None:
+            # Four values by position are names, shapes, numels and offsets.
+            param_numels, param_offsets = param_strides, param_contiguities
+            param_strides = param_contiguities = None
+        missing = [
+            name
+            for name, value in (("param_numels", param_numels), ("param_offsets", param_offsets))
+            if value is None
+        ]
+        if missing:
+            raise TypeError(
+                f"FlatParamShardMetadata lacks {' and '.join(missing)}: it takes names, shapes, "
+                "numels and offsets, or these four with strides and contiguities before numels"
+            )
+        has_strides = param_strides is not None
+        if param_strides is None:
+            param_strides = tuple(map(_contiguous_stride, param_shapes))
+        if param_contiguities is None:
+            strides = zip(param_shapes, param_strides, strict=True)
+            param_contiguities = tuple(_is_contiguous(shape, stride) for shape, stride in strides)
+        self = super().__new__(
+            cls,
+            param_names,  # type: ignore[arg-type]
+            param_shapes,  # type: ignore[arg-type]
+            param_strides,
+            param_contiguities,
+            param_numels,
+            param_offsets,
+        )
+        self._has_strides = has_strides
+        return self
+
     def __eq__(self, other: object) -> bool:
         """As tuples are, also to one that was made of lists."""
-        return isinstance(other, tuple) and _as_tuples(self) == _as_tuples(other)
+        if not isinstance(other, tuple):
+            return False
+        complete = self._has_strides and len(other) == 6 and getattr(other, "_has_strides", True)
+        compared = _as_tuples if complete else _without_strides
+        return bool(compared(self) == compared(other))
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash(_as_tuples(self))
+        return hash(_without_strides(self))
+
+
+def _without_strides(metadata: tuple[Any, ...]) -> Any:
+    """Names, shapes, numels and offsets, of metadata that may have strides between them."""
+    return _as_tuples((*metadata[:2], *metadata[-2:]) if len(metadata) == 6 else metadata)
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    sizes = [max(1, size) for size in shape]
+    return tuple(math.prod(sizes[dimension + 1 :]) for dimension in range(len(sizes)))
+
+
+def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements lie one after another; how dimensions of one element step does not matter."""
+    if 0 in shape:
+        return True
+    expected = zip(shape, stride, _contiguous_stride(shape), strict=True)
+    return all(size == 1 or step == contiguous for size, step, contiguous in expected)
 
 
 def _as_tuples(value: Any) -> Any:
@@ -141,6 +216,8 @@ class Layout:
         return FlatParamShardMetadata(
             tuple(slot.name for slot, _ in inside),
             tuple(slot.shape for slot, _ in inside),
+            tuple(slot.stride for slot, _ in inside),
+            tuple(_is_contiguous(slot.shape, slot.stride) for slot, _ in inside),
             tuple(slot.numel for slot, _ in inside),
             tuple((piece.start, piece.start + piece.numel - 1) for _, piece in inside),
         )
