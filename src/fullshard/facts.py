@@ -97,7 +97,7 @@ class UnitFacts(nn.Module):
     def _comm_hook(self) -> Callable[..., Any] | None:
         """The function that ``register_comm_hook`` was given."""
         hook = self._unit.reduction.comm_hook
-        return None if hook is None else hook.function
+        return None if hook is None else hook.given
 
     @property
     def _comm_hook_state(self) -> object:
@@ -110,8 +110,19 @@ class UnitFacts(nn.Module):
         return self._full_precision_in_eval
 
     @property
+    def _is_summoned(self) -> bool:
+        """Whether ``summon_full_params`` shows this wrapper's full parameters.
+
+        A wrapper without parameters of its own is summoned with those inside of it.
+        """
+        if self._unit.handles:
+            return self._unit.summoned
+        nested = [m._unit for m in self.modules() if isinstance(m, UnitFacts)]
+        return any(unit.summoned for unit in nested)
+
+    @property
     def training_state(self) -> TrainingState:
-        if self._unit.summoned:
+        if self._is_summoned:
             return TrainingState.SUMMON_FULL_PARAMS
         if self._schedule is not None and not self._schedule.is_idle:
             return TrainingState.FORWARD_BACKWARD

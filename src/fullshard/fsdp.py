@@ -204,10 +204,16 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under the names they have in the unwrapped model."""
+        for name, parameter in self._registered_parameters(prefix, recurse, remove_duplicate):
+            yield clean_tensor_name(name), parameter
+
+    def _registered_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under the names they are registered by, wrappers' prefixes included."""
         if self._schedule is not None:
             self._schedule.await_clean_up()
-        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
-            yield clean_tensor_name(name), parameter
+        yield from super().named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -12,7 +12,7 @@ from torch import nn
 from .engine.schedule import Schedule
 from .engine.unit import Unit
 from .grad.clip import clip_grad_norm
-from .grad.hooks import register
+from .grad.hooks import check_fits_some_unit, register
 
 
 class GradientMethods(nn.Module):
@@ -80,7 +80,12 @@ class GradientMethods(nn.Module):
         under ``NO_SHARD``. Under the hybrid strategies the hook averages inside the sharding group
         and the engine over the copies. See :mod:`fullshard.grad.hooks` for compressing ones.
         """
+        units, schedule = self._units(), self._schedule_for_hooks()
+        if callable(hook):
+            check_fits_some_unit(units, hook)
+        register(units, schedule, state, hook)
+
+    def _schedule_for_hooks(self) -> Schedule:
         if not self.check_is_root():
             raise AssertionError("register_comm_hook can only be called on a root instance.")
-        schedule = self._schedule or self._start()
-        register(self._units(), schedule, state, hook)
+        return self._schedule or self._start()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed.fsdp
 
+from . import attributes
 from .names import Replacement, replacements
 
 __all__ = ["install", "is_installed", "uninstall"]
@@ -54,6 +55,7 @@ def install() -> None:
                 if entry is not None:
                     _changes.append(_Change(namespace, name, value))
                     namespace[name] = entry.ours
+        attributes.attach()
 
 
 def uninstall() -> None:
@@ -67,6 +69,7 @@ def uninstall() -> None:
         for change in _changes:
             change.namespace[change.name] = change.original
         _changes.clear()
+        attributes.detach()
         by_ours: dict[int, list[Replacement]] = {}
         for entry in replacements():
             by_ours.setdefault(id(entry.ours), []).append(entry)

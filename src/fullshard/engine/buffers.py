@@ -32,6 +32,10 @@ class FlatBuffer(ABC):
     def _make_views(self, layout: Layout) -> None:
         """Make, once, the views that stay valid while the memory comes and goes."""
 
+    @property
+    def is_allocated(self) -> bool:
+        return self._storage.nbytes() == self._nbytes
+
     def allocate(self) -> None:
         self._storage.resize_(self._nbytes)
 
@@ -124,6 +128,10 @@ class StandingBuffer(FullBuffer):
             self.flat = shard
             self.alias = shard.data
             self._make_views(layout)
+
+    @property
+    def is_allocated(self) -> bool:
+        return True
 
     def allocate(self) -> None:
         pass

@@ -8,25 +8,61 @@ Note: absent gradients under a hook
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from ..api import ShardingStrategy
 from .collectives import Group
 from .gradients import Maybe, Staged, accept
 
 
 class CommHook:
-    """A function, and the state that it is called with for every unit on this rank."""
+    """A function, and the state that it is called with for every unit on this rank.
 
-    def __init__(self, state: object, function: Callable[..., Any]) -> None:
+    ``given`` is what the user registered, where ``function`` is ours for a hook of torch's.
+    """
+
+    def __init__(
+        self, state: object, function: Callable[..., Any], given: Callable[..., Any] | None = None
+    ) -> None:
         self.state = state
         self.function = function
+        self.given = function if given is None else given
+        #: By number of arguments, why the function does not take them.
+        self._misfits: dict[int, str | None] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CommHook:
         # The state may hold process groups, which cannot be copied; it is shared by all units.
         return self
+
+    def check_arguments(self, strategy: ShardingStrategy, unit: str) -> None:
+        """Refuse (TypeError) a function that cannot be called as a unit under ``strategy`` does."""
+        sharded = strategy is not ShardingStrategy.NO_SHARD
+        arguments = ["state", "gradient", *(["shard"] if sharded else [])]
+        if len(arguments) not in self._misfits:
+            self._misfits[len(arguments)] = _misfit(self.given, arguments)
+        problem = self._misfits[len(arguments)]
+        if problem is not None:
+            raise TypeError(
+                f"The communication hook {getattr(self.given, '__name__', self.given)!r} cannot be "
+                f"called as hook({', '.join(arguments)}), as unit {unit!r} under {strategy} does: "
+                f"{problem}"
+            )
+
+
+def _misfit(function: Callable[..., Any], arguments: Sequence[str]) -> str | None:
+    """Why ``function`` cannot be called with ``arguments``, if it cannot."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        return str(error)
+    except ValueError:
+        # A function of C that does not tell its arguments.
+        return None
+    return None
 
 
 class Ballot(NamedTuple):
@@ -57,6 +93,7 @@ def reduce_with_hook(
     engine averages over them.
     """
     handle = staged.handle
+    hook.check_arguments(handle.strategy, unit)
     # Objects of the hook's own, since it may give them other data, also of another dtype.
     full = staged.flat.detach()
     shards.agree("communication hook", unit, full)

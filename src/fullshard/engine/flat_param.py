@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -57,6 +58,19 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
         flat: Any = nn.Parameter(data, requires_grad=requires_grad)
         flat._is_flat_param = True
         return flat
+
+
+class HandleReference:
+    """Leads from a flat parameter to its handle without keeping the handle; copies lead nowhere."""
+
+    def __init__(self, handle: FlatParamHandle | None = None) -> None:
+        self._handle = None if handle is None else weakref.ref(handle)
+
+    def __call__(self) -> FlatParamHandle | None:
+        return None if self._handle is None else self._handle()
+
+    def __reduce__(self) -> Any:
+        return HandleReference, ()
 
 
 class Dtypes(NamedTuple):
@@ -165,6 +179,7 @@ class FlatParamHandle:
     def _describe(self) -> None:
         flat: Any = self.flat_param
         flat._is_flat_param = True
+        flat._handle_reference = HandleReference(self)
         flat._fqns = tuple(slot.name for slot in self.layout.slots)
         flat._shapes = tuple(torch.Size(slot.shape) for slot in self.layout.slots)
         flat._numels = tuple(slot.numel for slot in self.layout.slots)
@@ -385,6 +400,10 @@ class FlatParamHandle:
                 buffer = FullBuffer(self.layout, self.rank, dtype, self.device, self.distributions)
             self._buffers[dtype] = buffer
         return buffer
+
+    def allocated_buffer(self) -> FullBuffer | None:
+        """The full buffer that has memory now, if one has."""
+        return next((b for b in self._buffers.values() if b.is_allocated), None)
 
     def reduce_buffer(self, dtype: torch.dtype) -> ReduceBuffer:
         """The buffer that gradients are reduced from in ``dtype``, made at its first use."""

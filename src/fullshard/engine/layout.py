@@ -70,8 +70,7 @@ class FlatParamShardMetadata(_ShardMetadataFields):
         if param_strides is None:
             param_strides = tuple(map(_contiguous_stride, param_shapes))
         if param_contiguities is None:
-            strides = zip(param_shapes, param_strides, strict=True)
-            param_contiguities = tuple(_is_contiguous(shape, stride) for shape, stride in strides)
+            param_contiguities = tuple(map(contiguous_in_memory, param_shapes, param_strides))
         self = super().__new__(
             cls,
             param_names,  # type: ignore[arg-type]
@@ -109,8 +108,8 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[dimension + 1 :]) for dimension in range(len(sizes)))
 
 
-def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements lie one after another; how dimensions of one element step does not matter."""
+def contiguous_in_memory(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements lie one after another; the stride of a dimension of size 1 is irrelevant."""
     if 0 in shape:
         return True
     expected = zip(shape, stride, _contiguous_stride(shape), strict=True)
@@ -217,7 +216,7 @@ class Layout:
             tuple(slot.name for slot, _ in inside),
             tuple(slot.shape for slot, _ in inside),
             tuple(slot.stride for slot, _ in inside),
-            tuple(_is_contiguous(slot.shape, slot.stride) for slot, _ in inside),
+            tuple(contiguous_in_memory(slot.shape, slot.stride) for slot, _ in inside),
             tuple(slot.numel for slot, _ in inside),
             tuple((piece.start, piece.start + piece.numel - 1) for _, piece in inside),
         )

@@ -24,6 +24,11 @@ class Place(NamedTuple):
     name: str
     path: str
 
+    @property
+    def parent(self) -> str:
+        """The path of the module; empty for the unit's own."""
+        return self.path.rpartition(".")[0]
+
     def containers(self, registered: bool) -> Iterable[tuple[Any, Any]]:
         """(container, key) pairs to assign to when the parameter changes its form."""
         yield (self.module._parameters if registered else self.module.__dict__, self.name)

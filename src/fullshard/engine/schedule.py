@@ -48,6 +48,16 @@ class Schedule:
         """Whether no forward and no backward is running."""
         return self._depth == 0 and not self._backward.is_running
 
+    @property
+    def last_order(self) -> list[Unit]:
+        """The units in the order of the forward that runs, or of the last one."""
+        return list(self._order)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a forward has ended."""
+        return bool(self._previous_order) or (bool(self._order) and self._depth == 0)
+
     def rest(self, unit: Unit | None = None) -> None:
         """Bring one unit, or all, back to sharded between steps."""
         if not in_backward():

@@ -7,7 +7,6 @@ have the names and arguments of those in ``torch.distributed.algorithms._comm_ho
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
@@ -123,23 +122,29 @@ def register(units: Sequence[Unit], schedule: Schedule, state: object, hook: Hoo
             "register_comm_hook in the middle of a forward or backward, where some units have "
             "reduced their gradients already: call it between steps"
         )
-    for unit in units:
-        _check_arguments(unit, hook)
-    registered = CommHook(state, _adopt(hook))
+    registered = make_hook(state, hook)
     for unit in units:
         unit.reduction.comm_hook = registered
 
 
-def _check_arguments(unit: Unit, hook: Hook) -> None:
-    arguments = ("state", "gradient", "shard") if unit.is_sharded else ("state", "gradient")
-    try:
-        inspect.signature(hook).bind(*arguments)
-    except TypeError as error:
-        raise TypeError(
-            f"The communication hook {getattr(hook, '__name__', hook)!r} cannot be called as "
-            f"hook({', '.join(arguments)}), as unit {unit.name!r} under {unit.options.strategy} "
-            f"does: {error}"
-        ) from None
-    except ValueError:
-        # A function of C that does not tell its arguments.
-        return
+def make_hook(state: object, hook: Hook) -> CommHook:
+    """A hook as the engine calls it: torch's own become ours, which run everywhere."""
+    return CommHook(state, _adopt(hook), hook)
+
+
+def check_fits_some_unit(units: Sequence[Unit], hook: Hook) -> None:
+    """Refuse (TypeError) a hook that no unit with parameters could call.
+
+    One that fits some units only may be meant for a model of which the others never call it.
+    """
+    own = make_hook(None, hook)
+    problem: TypeError | None = None
+    for unit in (unit for unit in units if unit.handles):
+        try:
+            own.check_arguments(unit.options.strategy, unit.name)
+        except TypeError as error:
+            problem = problem or error
+        else:
+            return
+    if problem is not None:
+        raise problem

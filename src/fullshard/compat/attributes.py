@@ -1,0 +1,188 @@
+"""Attributes and methods of torch's wrapper that fullshard's classes have while it is installed.
+
+Programs read them though most are half private. What has a truthful counterpart here is answered
+from it; what has none is not there, and says so as any missing attribute does. They are added by
+``install`` and taken away by ``uninstall``, because natively they would hide attributes of the
+wrapped module, such as ``params``, and because names of parameters differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.fsdp
+from torch import nn
+from torch.distributed.fsdp import _common_utils
+
+from fullshard import FullyShardedDataParallel
+from fullshard.engine.flat_param import FlatParamHandle
+from fullshard.engine.layout import Piece
+from fullshard.facts import UnitFacts
+from fullshard.fsdp import UnshardHandle
+from fullshard.grad.hooks import make_hook, register
+
+from . import flat_parameter, handle
+
+__all__ = ["attach", "detach"]
+
+_native_parameters = FullyShardedDataParallel.named_parameters
+_native_buffers = FullyShardedDataParallel.named_buffers
+_comm_hook = vars(UnitFacts)["_comm_hook"].fget
+_comm_hook_state = vars(UnitFacts)["_comm_hook_state"].fget
+
+
+# -- names of parameters ----------------------------------------------------------------------
+
+
+def _named_parameters(
+    wrapper: FullyShardedDataParallel,
+    prefix: str = "",
+    recurse: bool = True,
+    remove_duplicate: bool = True,
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters under torch's names: inside ``summon_full_params`` those of the unwrapped model,
+    elsewhere with ``_fsdp_wrapped_module.`` for every wrapper on the way, as programs select them.
+    """
+    if wrapper._is_summoned:
+        return _native_parameters(wrapper, prefix, recurse, remove_duplicate)
+    return wrapper._registered_parameters(prefix, recurse, remove_duplicate)
+
+
+def _named_buffers(
+    wrapper: FullyShardedDataParallel,
+    prefix: str = "",
+    recurse: bool = True,
+    remove_duplicate: bool = True,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers under torch's names, as :func:`_named_parameters`."""
+    if wrapper._is_summoned:
+        return _native_buffers(wrapper, prefix, recurse, remove_duplicate)
+    return nn.Module.named_buffers(wrapper, prefix, recurse, remove_duplicate)
+
+
+# -- parts of a wrapper -----------------------------------------------------------------------
+
+
+def _params(wrapper: FullyShardedDataParallel) -> list[Any]:
+    """The wrapper's flat parameters."""
+    return [each.flat_param for each in wrapper._unit.handles]
+
+
+def _unshard(wrapper: FullyShardedDataParallel, async_op: bool = False) -> UnshardHandle | None:
+    return wrapper.unshard(async_op)
+
+
+def _reshard(wrapper: FullyShardedDataParallel) -> None:
+    wrapper.reshard()
+
+
+def _device_handle(wrapper: FullyShardedDataParallel) -> Any:
+    """Torch's proxy for the functions of the module of a device, such as ``torch.cuda``."""
+    return _common_utils._FSDPDeviceHandle.from_device(wrapper.compute_device)
+
+
+def _modules_to_handles(wrapper: FullyShardedDataParallel) -> dict[nn.Module, FlatParamHandle]:
+    return {} if wrapper._handle is None else {wrapper.module: wrapper._handle}
+
+
+class ExecutionOrder(NamedTuple):
+    """The order in which units ran in the last forward, under torch's names."""
+
+    process_group: Any
+    rank: int
+    world_size: int
+    is_first_iter: bool
+    all_handles: list[FlatParamHandle]
+    handles_pre_forward_order: list[FlatParamHandle]
+
+
+def _execution_order(wrapper: FullyShardedDataParallel) -> ExecutionOrder:
+    schedule = wrapper._schedule
+    order = schedule.last_order if schedule is not None else []
+    root = schedule.root if schedule is not None else wrapper._unit
+    units = schedule.units if schedule is not None else [wrapper._unit]
+    return ExecutionOrder(
+        root.shards.group,
+        root.shards.rank,
+        root.shards.size,
+        schedule is None or not schedule.has_run,
+        [each for unit in units for each in unit.handles],
+        [each for unit in order for each in unit.handles],
+    )
+
+
+# -- communication hooks ----------------------------------------------------------------------
+
+
+def _register_comm_hook(
+    wrapper: FullyShardedDataParallel, state: object, hook: Callable[..., Any]
+) -> None:
+    """Register ``hook`` whatever arguments it takes: a unit that calls it in vain says so then."""
+    register(wrapper._units(), wrapper._schedule_for_hooks(), state, hook)
+
+
+def _set_comm_hook(wrapper: FullyShardedDataParallel, hook: Callable[..., Any] | None) -> None:
+    state = wrapper._comm_hook_state
+    wrapper._unit.reduction.comm_hook = None if hook is None else make_hook(state, hook)
+
+
+def _set_comm_hook_state(wrapper: FullyShardedDataParallel, state: object) -> None:
+    registered = wrapper._unit.reduction.comm_hook
+    if registered is not None:
+        wrapper._unit.reduction.comm_hook = make_hook(state, registered.given)
+    elif state is not None:
+        raise AttributeError(
+            f"_comm_hook_state of unit {wrapper._unit.name!r} is the state of its hook, and it has "
+            "none: set _comm_hook first"
+        )
+
+
+class _Absent:
+    """Stands for an attribute that a class did not have."""
+
+
+_ABSENT = _Absent()
+
+#: What each class gains.
+_GAINED: dict[type, dict[str, Any]] = {
+    FullyShardedDataParallel: {
+        "named_parameters": _named_parameters,
+        "named_buffers": _named_buffers,
+        "params": property(_params),
+        "_unshard": _unshard,
+        "_reshard": _reshard,
+        "_device_handle": property(_device_handle),
+        "_fully_sharded_module_to_handle": property(_modules_to_handles),
+        "_all_fsdp_states": property(FullyShardedDataParallel.fsdp_modules),
+        "_exec_order_data": property(_execution_order),
+        "register_comm_hook": _register_comm_hook,
+        "_comm_hook": property(_comm_hook, _set_comm_hook),
+        "_comm_hook_state": property(_comm_hook_state, _set_comm_hook_state),
+    },
+    FlatParamHandle: handle.ATTRIBUTES,
+    Piece: flat_parameter.PIECE_ATTRIBUTES,
+    # Flat parameters are plain parameters, because optimizers choose fast paths by exact type.
+    nn.Parameter: flat_parameter.ATTRIBUTES,
+}
+
+_before: list[tuple[type, str, Any]] = []
+
+
+def attach() -> None:
+    """Give the classes what programs look for on torch's."""
+    for owner, attributes in _GAINED.items():
+        for name, value in attributes.items():
+            _before.append((owner, name, vars(owner).get(name, _ABSENT)))
+            setattr(owner, name, value)
+
+
+def detach() -> None:
+    """Take it away again."""
+    while _before:
+        owner, name, value = _before.pop()
+        if value is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
