@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
 from tests.compat.installed import installed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -210,3 +212,39 @@ def test_the_first_rank_brings_shared_parameters_to_the_others(use_orig_params: 
     with FullyShardedDataParallel.summon_full_params(model):
         torch.testing.assert_close(model.module.head.weight.detach(), value)
     assert set(state["state"]) <= {"embedding.weight"}
+
+
+@ranks(4)
+def test_hybrid_sharding_inside_nodes_that_a_program_makes_smaller_than_the_machine() -> None:
+    from torch.distributed.fsdp import _init_utils
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    def gradients() -> tuple[list[list[int]], list[list[float]]]:
+        # Looked up anew: torch's own the first time, and then ours.
+        groups = _init_utils._init_intra_and_inter_node_groups(dist.group.WORLD, 2)
+        assert _init_utils._is_valid_hybrid_shard_pg_type(groups)
+        assert not _init_utils._is_valid_hybrid_shard_pg_type(dist.group.WORLD)
+        torch.manual_seed(0)
+        model = torch.distributed.fsdp.FullyShardedDataParallel(
+            nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).to(device()),
+            process_group=groups,
+            sharding_strategy=torch.distributed.fsdp.ShardingStrategy.HYBRID_SHARD,
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            device_id=device().type,
+        )
+        x = torch.full((2, 3), float(dist.get_rank()), device=device())
+        model(x).sum().backward()
+        ranks_of = dist.get_process_group_ranks
+        return (
+            [ranks_of(model.process_group), ranks_of(model._inter_node_pg)],
+            [p.grad.tolist() for p in model.parameters()],
+        )
+
+    expected = gradients()
+    with installed():
+        found = gradients()
+        with pytest.raises(ValueError, match="must be divisible by 'group_size=3'"):
+            _init_utils._init_intra_and_inter_node_groups(dist.group.WORLD, 3)
+    rank = dist.get_rank()
+    assert found[0] == [[rank - rank % 2, rank - rank % 2 + 1], [rank % 2, rank % 2 + 2]]
+    assert found == expected

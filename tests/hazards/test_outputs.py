@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy
+from fullshard.engine.structures import tensors_in
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -356,3 +357,31 @@ def test_a_gradient_can_be_asked_for_a_returned_parameter_that_stays(use_orig_pa
     output, weight = model(x)
     (gradient,) = torch.autograd.grad(output.sum(), weight, retain_graph=True)
     torch.testing.assert_close(gradient, x.sum(0).expand(3, 5))
+
+
+class HandsOn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+@pytest.mark.parametrize("container", [Named, lambda *t: list(t), lambda *t: {"a": t[0], "b": t}])
+@ranks(2)
+def test_outputs_in_containers_have_hooks_also_where_they_are_inputs(container: Any) -> None:
+    model = FSDP(HandsOn().to(device()))
+    leaf = torch.ones(2, requires_grad=True, device=device())
+    made = leaf * 2
+
+    for _ in range(3):
+        given = container(leaf, made)
+        for tensor in tensors_in(model(given)):
+            assert len(tensor._backward_hooks) == 1
+    (leaf.sum() + made.sum()).backward()
+
+    assert torch.equal(leaf.grad, torch.full((2,), 3.0, device=device()))
+    with torch.no_grad():
+        fresh = torch.ones(2, requires_grad=True, device=device())
+        assert model(fresh)._backward_hooks is None

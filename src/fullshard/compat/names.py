@@ -77,6 +77,11 @@ TABLE: dict[str, dict[str, Any]] = {
     "_init_utils": {
         "HYBRID_SHARDING_STRATEGIES": list(HYBRID_STRATEGIES),
         "NO_RESHARD_AFTER_FORWARD_STRATEGIES": NO_RESHARD_AFTER_FORWARD_STRATEGIES,
+        "_init_inter_node_process_group": private._init_inter_node_process_group,
+        "_init_intra_and_inter_node_groups": private._init_intra_and_inter_node_groups,
+        "_init_intra_node_process_group": private._init_intra_node_process_group,
+        "_is_valid_hybrid_shard_device_mesh": private._is_valid_hybrid_shard_device_mesh,
+        "_is_valid_hybrid_shard_pg_type": private._is_valid_hybrid_shard_pg_type,
         "SHARDING_STRATEGY_MAP": {strategy: strategy for strategy in ShardingStrategy},
     },
     "_common_utils": {

@@ -15,12 +15,14 @@ import torch
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
 from fullshard import FlatParameter, FullyShardedDataParallel
 from fullshard.api import ShardingStrategy
 from fullshard.engine.flat_param import FlatParamHandle
 from fullshard.engine.places import clean_tensor_name
+from fullshard.engine.process_groups import groups_by_node
 from fullshard.state.model_state import FLAT_NAME
 
 _names_in_torch = torch.distributed.checkpoint.state_dict._get_fqns
@@ -80,6 +82,37 @@ def _is_composable(state: Any) -> bool:
 
 def _get_sharding_strategy(handle: FlatParamHandle | None) -> ShardingStrategy | None:
     return handle.strategy if handle is not None else None
+
+
+# -- groups of ranks for the hybrid strategies --------------------------------------------------
+
+
+def _init_intra_and_inter_node_groups(
+    global_process_group: Any, num_devices_per_node: int
+) -> tuple[Any, Any]:
+    """Groups of nodes of a given size, and of the ranks that have the same place in each."""
+    groups = groups_by_node(global_process_group, num_devices_per_node)
+    return groups.shards, groups.copies
+
+
+def _init_intra_node_process_group(num_devices_per_node: int) -> Any:
+    return groups_by_node(torch.distributed.group.WORLD, num_devices_per_node).shards
+
+
+def _init_inter_node_process_group(global_process_group: Any, num_devices_per_node: int) -> Any:
+    return groups_by_node(global_process_group, num_devices_per_node).copies
+
+
+def _is_valid_hybrid_shard_pg_type(process_group: Any) -> bool:
+    return (
+        isinstance(process_group, tuple)
+        and len(process_group) == 2
+        and all(isinstance(group, torch.distributed.ProcessGroup) for group in process_group)
+    )
+
+
+def _is_valid_hybrid_shard_device_mesh(device_mesh: Any) -> bool:
+    return isinstance(device_mesh, DeviceMesh) and device_mesh.ndim == 2
 
 
 # -- parameters and their names ---------------------------------------------------------------

@@ -78,7 +78,8 @@ def _hybrid(process_group: Any, device_mesh: Any, strategy: ShardingStrategy) ->
             )
         return ProcessGroups(device_mesh.get_group(1), device_mesh.get_group(0))
     if process_group is None:
-        return _by_node(_default_group())
+        world = _default_group()
+        return _by_node(world, _node_size(world.size()))
     if isinstance(process_group, tuple) and len(process_group) == 2:
         return ProcessGroups(*process_group)
     raise ValueError(
@@ -97,12 +98,24 @@ def _default_group() -> Any:
     return dist.group.WORLD
 
 
+def groups_by_node(world: Any, node_size: int) -> ProcessGroups:
+    """Shards inside nodes of ``node_size`` consecutive ranks, copies across nodes.
+
+    To be called by all ranks; asked for again, the groups are those that were made first.
+    """
+    if node_size < 1 or world.size() % node_size:
+        raise ValueError(
+            f"The world size ({world.size()}) must be divisible by 'group_size={node_size}'"
+        )
+    return _by_node(world, node_size)
+
+
 _node_groups: dict[tuple[Any, int], ProcessGroups] = {}
 
 
-def _by_node(world: Any) -> ProcessGroups:
+def _by_node(world: Any, node: int) -> ProcessGroups:
     """Shards inside a node, copies across nodes; made once, since all ranks must take part."""
-    size, rank, node = world.size(), world.rank(), _node_size(world.size())
+    size, rank = world.size(), world.rank()
     known = _node_groups.get((world, node))
     if known is None or not all(map(is_alive, known)):
         shards = copies = None

@@ -204,6 +204,8 @@ class Schedule:
             self._backward.expect(unit, unit.exact)
         if in_backward():
             return output
+        if self._depth == 1:
+            _hook_handed_on(outputs)
         # A module that hides its outputs from us may still need its parameters in backward.
         hidden = not outputs and torch.is_grad_enabled() and unit.has_trainable
         if progress.pinned:
@@ -399,6 +401,24 @@ def _entries(
         return tracked
     given = set(map(id, tensors_in(inputs)))
     return [t for t in tracked if not (id(t) in given and _is_older(t, birth))]
+
+
+def _hook_handed_on(outputs: Sequence[torch.Tensor]) -> None:
+    """Put a hook on those outputs of a model that have none, and by which no gradient comes in.
+
+    Torch's wrapper hooks every output that requires gradients, inputs that were handed on among
+    them, and programs look for it there (``_backward_hooks``). One is enough for a tensor that is
+    handed on at every step.
+    """
+    for tensor in outputs:
+        if tensor._backward_hooks or not tensor.requires_grad or not torch.is_grad_enabled():
+            continue
+        if not (isinstance(tensor, torch.nn.Parameter) or is_handed_out(tensor)):
+            tensor.register_hook(_handed_on)
+
+
+def _handed_on(gradient: torch.Tensor) -> None:
+    """Nothing is to be done: the gradient goes past the unit."""
 
 
 def _leads_into(tensor: torch.Tensor, birth: int) -> bool:
