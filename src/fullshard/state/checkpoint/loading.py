@@ -188,7 +188,8 @@ def _inspect(checkpoint: Path, rank: int) -> Manifest:
         # Where it is missing for the first rank as well, that is what all ranks raise.
         raise CheckpointError(
             f"{checkpoint / MANIFEST} is there for the first rank, but not for rank {rank}: give a "
-            "folder that all ranks reach"
+            "folder that all ranks reach",
+            advises=True,
         )
     return read_manifest(checkpoint)
 
