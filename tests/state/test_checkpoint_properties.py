@@ -26,11 +26,11 @@ from tests.state.damage import (
     values_of,
     write_body,
 )
-from tests.state.models import LONG
+from tests.state.models import LONG, wrapped
 from tests.state.optimizers import adam
 
 import fullshard
-from fullshard import CheckpointError
+from fullshard import CheckpointError, ShardingStrategy
 from fullshard.testing import device, run_on_ranks
 
 pytestmark = pytest.mark.skipif(device().type != "cpu", reason="files are the same everywhere")
@@ -148,6 +148,37 @@ def test_sealed_files_with_other_values_are_read_or_refused(
         for found, _ in read_all(folder):
             named = found.path.name.removeprefix("step-")
             assert found.step == int(named.partition(".")[0])
+
+
+def resume_on_rank(folder: Path) -> tuple[int | None, set[float]]:
+    """The step that was loaded, or None for a refusal, and the values of the parameters."""
+    model = wrapped(build(Net), ShardingStrategy.FULL_SHARD, "blocks", use_orig_params=True)
+    with warnings.catch_warnings(), in_time():
+        warnings.simplefilter("ignore")
+        try:
+            found = fullshard.resume(folder, model, adam(model))
+        except CheckpointError as refused:
+            assert str(folder) in str(refused)
+            return None, set()
+    assert found is not None
+    return found.step, values_of(model)
+
+
+@CASES
+@given(st.data())
+def test_ranks_agree_on_what_to_do_with_content_that_is_another(
+    saved: Path, data: st.DataObject
+) -> None:
+    body = read_body(saved / NEWEST / "manifest.json")
+    content = data.draw(changed(body["content"]))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(shutil.copytree(saved, Path(temporary) / "copy"))
+        write_body(folder / NEWEST / "manifest.json", {**body, "content": content})
+
+        (first, its_values), (second, _) = run_on_ranks(2, resume_on_rank, folder)
+
+    assert first == second
+    assert first != 1 or its_values == {1.0}
 
 
 @CASES
