@@ -8,10 +8,12 @@ import json
 import os
 import signal
 import socket
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tests.original.training import Net, build
 from tests.state.models import wrapped
@@ -107,16 +109,23 @@ def make_socket(path: Path) -> None:
         os.chdir(here)
 
 
+def make_device(path: Path) -> None:
+    """As endless as /dev/zero."""
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5))
+    except PermissionError:
+        pytest.skip("devices are root's to make")
+
+
 #: What may stand in the place of a file, which was removed before.
 IMPOSTORS: dict[str, Callable[[Path], None]] = {
     "nothing": lambda path: None,
     "an empty file": lambda path: path.touch(),
     "a FIFO": os.mkfifo,
     "a folder": lambda path: path.mkdir(),
+    "a device": make_device,
     "a socket": make_socket,
     "a link to a device": lambda path: path.symlink_to("/dev/zero"),
     "a link to itself": lambda path: path.symlink_to(path),
     "a link to nowhere": lambda path: path.symlink_to("/nowhere/at/all"),
 }
-if hasattr(os, "geteuid") and os.geteuid() == 0:
-    IMPOSTORS["a device"] = lambda path: os.mknod(path, 0o020666, os.makedev(1, 5))
