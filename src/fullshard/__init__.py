@@ -31,7 +31,15 @@ from .grad.scaler import ShardedGradScaler
 from .state.optim_template import optim_state_template
 
 if TYPE_CHECKING:
-    from .state.checkpoint import Checkpoint, CheckpointError, SaveHandle, latest, load, save
+    from .state.checkpoint import (
+        Checkpoint,
+        CheckpointError,
+        SaveHandle,
+        latest,
+        load,
+        resume,
+        save,
+    )
     from .state.export import export_safetensors
 
 __all__ = [
@@ -63,6 +71,7 @@ __all__ = [
     "load",
     "optim_state_template",
     "register_fsdp_forward_method",
+    "resume",
     "save",
 ]
 
@@ -77,6 +86,7 @@ _WHEN_USED = {
     "export_safetensors": "state.export",
     "latest": "state.checkpoint",
     "load": "state.checkpoint",
+    "resume": "state.checkpoint",
     "save": "state.checkpoint",
 }
 

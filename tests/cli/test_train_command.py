@@ -125,6 +125,47 @@ def test_with_restarts_a_run_goes_on_by_itself_after_a_rank_was_killed(
     assert [line["step"] for line in metrics] == [*range(1, 81)]
 
 
+def test_with_restarts_a_run_goes_on_from_the_newest_checkpoint_that_is_whole(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = [*TINY.split(), "--steps", "60", "--save-every", "5", "--max-restarts", "1"]
+    monkeypatch.setattr(sys, "argv", ["fullshard", "train", "--name", "run", *options])
+    checkpoints = here / "runs" / "run" / "checkpoints"
+    ended = threading.Event()
+
+    def damage_and_kill() -> Path:
+        wait_for_step(here, 12, lambda: not ended.is_set())
+        victim = process_of_rank(os.getpid(), 1)
+        # Then no further checkpoint becomes whole.
+        os.kill(victim, signal.SIGSTOP)
+        time.sleep(0.5)
+        newest = fullshard.latest(checkpoints)
+        assert newest is not None
+        data = max(newest.path.glob("*.bin"), key=lambda file: file.stat().st_size)
+        data.write_bytes(bytes(data.stat().st_size))
+        os.kill(victim, signal.SIGKILL)
+        return data
+
+    with ThreadPoolExecutor(1) as other_thread:
+        killed = other_thread.submit(damage_and_kill)
+        with pytest.raises(SystemExit) as left:
+            main()
+        ended.set()
+        damaged = killed.result()
+
+    output, errors = capfd.readouterr()
+    assert left.value.code == 0, errors
+    assert output.count("\nskipped   ") == 1
+    assert f"\nskipped   {damaged.relative_to(here)} is damaged" in output
+    step = int(damaged.parent.name.removeprefix("step-"))
+    assert re.findall(r"resuming +after step (\d+)", output) == [str(step - 5)]
+    assert "Warning" not in errors
+    # It is there with what is in it, though its step was saved again, and others since.
+    assert set(damaged.read_bytes()) == {0}
+    metrics = RunFolder(here / "runs" / "run").read_metrics()
+    assert [line["step"] for line in metrics] == [*range(1, 61)]
+
+
 def test_the_same_command_runs_under_torchrun(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

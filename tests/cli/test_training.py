@@ -142,22 +142,59 @@ def test_a_checkpoint_of_another_model_is_refused(complete: Path) -> None:
     assert (complete / "config.toml").read_text() == before
 
 
-def test_a_damaged_checkpoint_is_refused_with_its_file(complete: Path, tmp_path: Path) -> None:
-    shutil.copytree(complete, tmp_path / "damaged")
-    (newest,) = (tmp_path / "damaged" / "checkpoints").glob("step-*8")
-    largest = max(newest.iterdir(), key=lambda file: file.stat().st_size)
+def damage(checkpoint: Path) -> Path:
+    """Turn a bit in a checkpoint's data, which shows when it is read."""
+    largest = max(checkpoint.iterdir(), key=lambda file: file.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
-    files = [tmp_path / "damaged" / name for name in ("metrics.jsonl", "config.toml")]
+    return largest
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
+    complete: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(complete, tmp_path / "damaged"))
+    newest = folder / "checkpoints" / "step-00000008"
+    damage(newest)
+    before = {file.name: file.read_bytes() for file in newest.iterdir()}
+
+    prepare(Request({}, name="damaged", runs=tmp_path, resume=True), ranks=2)
+    metrics = run(folder, resume=True)
+
+    # Steps 5 to 8 were made again, and the last was saved beside the damaged one.
+    assert losses(metrics) == losses(RunFolder(complete).read_metrics())
+    after = {file.name: file.read_bytes() for file in newest.iterdir()}
+    assert str(newest) in after.pop("damaged.txt").decode()
+    assert after == before
+    saved = latest(folder / "checkpoints")
+    assert saved is not None
+    assert saved.path.name == "step-00000008.1"
+    again = {file.name: file.read_bytes() for file in saved.path.iterdir()}
+    assert again == files_of(complete, 8)
+
+
+def test_a_run_of_whose_checkpoints_none_is_whole_does_not_begin_again(
+    complete: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(complete, tmp_path / "damaged"))
+    damaged = [damage(checkpoint) for checkpoint in (folder / "checkpoints").glob("step-*")]
+    files = [folder / name for name in ("metrics.jsonl", "config.toml")]
     before = [file.read_bytes() for file in files]
 
-    prepare(Request({"steps": 99}, name="damaged", runs=tmp_path, resume=True), ranks=2)
-    with pytest.raises(BaseException, match="remove its folder to continue") as caught:
-        run(tmp_path / "damaged", resume=True)
+    request = Request({"steps": 99}, name="damaged", runs=tmp_path, resume=True)
+    prepare(request, ranks=2)[1].let_go()
+    with pytest.raises(BaseException, match=r"BadInput: No checkpoint in .* is whole") as caught:
+        run(folder, resume=True)
 
-    assert f"BadInput: {largest} is damaged" in str(caught.value)
+    assert len(damaged) == 2
+    for file in damaged:
+        assert f"{file} is damaged" in str(caught.value)
     assert [file.read_bytes() for file in files] == before
+    for file in damaged:
+        file.unlink()
+    with pytest.raises(BadInput, match=r"No checkpoint in .* is whole: .* is missing"):
+        prepare(request, ranks=2)
 
 
 def test_a_damaged_index_is_not_a_reason_to_remove_checkpoints(

@@ -5,10 +5,15 @@ runs/NAME/config.toml  metrics.jsonl  loss.png  sample.txt  checkpoints/  tensor
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
+
+import fullshard
 
 from .option_files import read_values, to_toml
 from .options import Options, build_options
@@ -22,6 +27,7 @@ __all__ = [
     "make_run",
     "new_run",
     "run_named",
+    "skipped_in_silence",
 ]
 
 #: The folder of all runs, where none is named.
@@ -130,6 +136,11 @@ class RunFolder:
         """Let the run's options stay what they were."""
         self.proposed.unlink(missing_ok=True)
 
+    def newest_checkpoint(self) -> fullshard.Checkpoint | None:
+        """The newest checkpoint that looks whole. Which are skipped is said when it is loaded."""
+        with skipped_in_silence():
+            return fullshard.latest(self.checkpoints)
+
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         """One line of JSON."""
         with self.metrics.open("a", encoding="utf-8") as file:
@@ -155,6 +166,14 @@ class RunFolder:
         if self.metrics.exists():
             lines = "".join(json.dumps(metrics) + "\n" for metrics in kept)
             _replace_text(self.metrics, lines)
+
+
+@contextlib.contextmanager
+def skipped_in_silence() -> Iterator[None]:
+    """Without warnings of damaged checkpoints that are skipped: a line says it instead."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Skipped a damaged checkpoint")
+        yield
 
 
 def _replace_text(path: Path, text: str) -> None:

@@ -30,8 +30,8 @@ from .run_folder import (
     run_named,
 )
 from .stopping import StopRequest
-from .training import damaged, model_facts, start_rank, train, was_restarted
 from .training import main as train_on_rank
+from .training import model_facts, start_rank, train, unusable, was_restarted
 
 __all__ = ["Request", "run_training"]
 
@@ -197,9 +197,9 @@ def given_values(request: Request) -> dict[str, Any]:
 def check_same_model(folder: RunFolder, options: Options) -> None:
     """Refuse to continue a run with a model that its checkpoint is not of."""
     try:
-        saved = fullshard.latest(folder.checkpoints)
-    except fullshard.CheckpointError as damage:
-        raise damaged(damage) from None
+        saved = folder.newest_checkpoint()
+    except fullshard.CheckpointError as problem:
+        raise unusable(problem) from None
     if saved is None:
         return
     for name, wanted in model_facts(options).items():

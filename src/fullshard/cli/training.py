@@ -31,7 +31,7 @@ from .prediction import gpt_subject, predict_memory
 from .problems import BadInput
 from .rates import learning_rate
 from .reports import Progress, reporter_for
-from .run_folder import RunFolder
+from .run_folder import RunFolder, skipped_in_silence
 from .sampling import sample_text
 from .sharding import STRATEGIES, checkpoint_units, mixed_precision, wrap_policy
 from .stopping import StopRequest
@@ -220,20 +220,28 @@ def save(
 def load(
     folder: RunFolder, model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer
 ) -> int:
-    """Load the newest checkpoint, whatever ranks it was saved from; returns its step, or 0."""
+    """Load the newest whole checkpoint, whatever ranks saved it; returns its step, or 0 for none.
+
+    Damaged ones are skipped with a line for each, and stay where they are.
+    """
     try:
-        return fullshard.load(folder.checkpoints, model, optimizer).step
-    except FileNotFoundError:
+        with skipped_in_silence():
+            found = fullshard.resume(folder.checkpoints, model, optimizer)
+    except fullshard.CheckpointError as problem:
+        raise unusable(problem) from None
+    if found is None:
         return 0
-    except fullshard.CheckpointError as damage:
-        raise damaged(damage) from None
+    if dist.get_rank() == 0:
+        for reason in found.skipped:
+            print(f"skipped   {reason}", flush=True)
+    return found.step
 
 
-def damaged(damage: fullshard.CheckpointError) -> BadInput:
-    """What to do about a checkpoint that cannot be loaded."""
-    if damage.advises:
-        return BadInput(str(damage))
-    return BadInput(f"{damage}; remove its folder to continue from the checkpoint before it")
+def unusable(problem: fullshard.CheckpointError) -> BadInput:
+    """What to do about checkpoints of which none can be loaded."""
+    if problem.advises:
+        return BadInput(str(problem))
+    return BadInput(f"{problem}; remove its folder to continue from the checkpoint before it")
 
 
 def model_facts(options: Options) -> dict[str, int]:

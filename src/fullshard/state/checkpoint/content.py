@@ -21,11 +21,12 @@ from ...api import (
 from ...engine.places import clean_tensor_name
 from ...wrap import is_unit
 from ..optim_state_dicts import OptimStateDicts
-from ..sharded_tensors import empty_like, shape_of
+from ..sharded_tensors import empty_like, is_sharded, shape_of
 from ..state_dicts import StateDicts
 from .errors import CheckpointError
 from .manifest import Manifest, Table
 from .plain import entries
+from .storage import empty
 
 #: How many names an error lists.
 _SHOWN = 8
@@ -107,20 +108,25 @@ def check_same_model(own: Mapping[str, Any], manifest: Manifest, where: str) -> 
         problems.append(f"it has no {_some(missing)}")
     if unexpected := [name for name in saved if name not in own]:
         problems.append(f"the model has no {_some(unexpected)}")
-    shapes = []
+    shapes, others = [], []
     for name, value in own.items():
-        table = _table(saved.get(name), manifest)
-        if (
-            table is not None
-            and isinstance(value, torch.Tensor)
-            and not name.endswith(_EXTRA_STATE)
-            and table.shape != tuple(shape_of(value))
-        ):
+        if name not in saved or name.endswith(_EXTRA_STATE) or not _is_tensor(value):
+            continue
+        table = _table(saved[name], manifest)
+        if table is None:
+            others.append(name)
+        elif table.shape != tuple(shape_of(value)):
             shapes.append(f"{name} ({table.shape} there, {tuple(shape_of(value))} here)")
     if shapes:
         problems.append(f"shapes differ: {_some(shapes)}")
+    if others:
+        problems.append(f"these are no tensors there: {_some(others)}")
     if problems:
         raise CheckpointError(f"{where} is a checkpoint of another model: {'; '.join(problems)}")
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or is_sharded(value)
 
 
 def _table(reference: Any, manifest: Manifest) -> Table | None:
@@ -163,5 +169,5 @@ class Targets:
             if pattern is not None and tuple(shape_of(pattern)) == table.shape:
                 self.tensors[name] = empty_like(pattern, table.dtype)
             else:
-                self.tensors[name] = torch.empty(table.shape, dtype=table.dtype)
+                self.tensors[name] = empty(name, table)
         return self.tensors[name]

@@ -12,3 +12,7 @@ class CheckpointError(RuntimeError):
     def __init__(self, message: str, advises: bool = False) -> None:
         super().__init__(message)
         self.advises = advises
+
+
+class DamagedCheckpoint(CheckpointError):
+    """This one checkpoint cannot be read as it was written; an older one may still be whole."""

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: their names, which is the newest, and which may go.
+"""A folder of checkpoints: which is the newest, where the next one goes, and which may go.
 
 Note: whole or not at all
     A checkpoint is written into a folder whose name begins with ``.partial-``, its manifest last,
@@ -6,23 +6,36 @@ Note: whole or not at all
     order in which they were saved, is replaced by a new one. Both moves are atomic. Whenever a
     process dies, the last checkpoint in the index is whole; what it left behind is removed by the
     next save.
+
+Note: damaged checkpoints stay
+    A checkpoint may be damaged afterwards, by a disk or by hand. It is left for somebody to look
+    at: a save removes none that looks damaged, and none with a note of damage, which is left by
+    who found it when reading the tensors. Such a note means nothing to who looks for a checkpoint
+    to load: the disk may have failed for a moment only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 from pathlib import Path
 
 from .errors import CheckpointError
-from .manifest import MANIFEST
+from .inspection import looks_whole
+from .names import (
+    INDEX,
+    MANIFEST,
+    NOTE_OF_DAMAGE,
+    PARTIAL,
+    checkpoint_name,
+    is_data_name,
+    step_and_turn,
+)
+from .schema import Malformed, index_from
 from .sealed import read_sealed, write_sealed
 
-INDEX = "checkpoints.json"
-PARTIAL = ".partial-"
-_NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
+# -- saving ---------------------------------------------------------------------------------------
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -49,20 +62,26 @@ def final_place(partial: Path) -> Path:
 
 
 def commit(partial: Path, keep_last: int | None) -> Path:
-    """Move a complete checkpoint in place, make it the newest, and remove those not to be kept."""
+    """Move a complete checkpoint in place, make it the newest, and remove those not to be kept.
+
+    See the note on damaged checkpoints.
+    """
     folder = partial.parent
     final = final_place(partial)
     _sync_folder(partial)
     os.rename(partial, final)
     _sync_folder(folder)
-    others = [name for name in _names(folder) if name != final.name]
-    replaced = [name for name in others if _order(name)[0] == _order(final.name)[0]]
-    kept = [name for name in others if name not in replaced] + [final.name]
+    others = [
+        name
+        for name in _names(folder, _listed(folder))
+        if name != final.name and _may_be_whole(folder / name)
+    ]
+    kept = [name for name in others if _order(name)[0] != _order(final.name)[0]] + [final.name]
     if keep_last:
         kept = kept[-keep_last:]
     _write_index(folder, kept)
     for name in others:
-        if name not in kept:
+        if name not in kept and looks_whole(folder / name):
             _remove(folder / name)
     return final
 
@@ -72,61 +91,95 @@ def discard(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def find(path: Path) -> Path | None:
-    """The checkpoint that ``path`` is, or the newest in the folder that it is."""
-    if (path / MANIFEST).is_file():
-        return path
-    names = _names(path)
-    _check_listed(path, names)
-    return path / names[-1] if names else None
+# -- loading --------------------------------------------------------------------------------------
 
 
-def _check_listed(folder: Path, names: list[str]) -> None:
-    """Raise CheckpointError if the newest checkpoint lost its manifest, or all are gone.
+def candidates(path: Path) -> list[Path]:
+    """The checkpoint that ``path`` is, or those in the folder that it is, the newest first.
 
-    The newest alone may be gone wholly.
+    Any of them may be damaged. Raises CheckpointError if the index lists some and none is there;
+    that some are gone, others than all, is how people remove them.
     """
-    listed = _listed(folder) if folder.is_dir() else []
-    there = [name for name in listed if _NAME.fullmatch(name) and (folder / name).is_dir()]
-    if there and not (folder / there[-1] / MANIFEST).is_file():
-        raise CheckpointError(
-            f"{folder / there[-1] / MANIFEST} is missing: the checkpoint is damaged. Remove its "
-            "folder to load the one before it",
-            advises=True,
-        )
+    if _is_checkpoint(path):
+        return [path]
+    if not path.is_dir():
+        return []
+    listed = _listed(path)
+    names = _names(path, listed)
     if listed and not names:
         raise CheckpointError(
-            f"{folder / INDEX} lists {', '.join(listed)}, but no checkpoint is there. Bring them "
+            f"{path / INDEX} lists {', '.join(listed)}, but no checkpoint is there. Bring them "
             "back, or remove the index as well to begin without one",
             advises=True,
         )
+    return [path / name for name in reversed(names)]
 
 
-def _names(folder: Path) -> list[str]:
-    """Whole checkpoints, the newest last; those that the index does not know come first."""
-    if not folder.is_dir():
-        return []
+def note_damage(checkpoint: Path, reason: str) -> None:
+    """Keep a damaged checkpoint from being removed by later saves, and say in it why."""
+    text = (
+        f"This checkpoint was passed over when a run was resumed: {reason}\n"
+        "It is kept until somebody removes its folder.\n"
+    )
+    # Not where something has the name already, whatever it is.
+    with contextlib.suppress(OSError), open(checkpoint / NOTE_OF_DAMAGE, "x") as note:
+        note.write(text)
+
+
+def remove_note(checkpoint: Path) -> None:
+    """Let a checkpoint that was loaded be one like any other."""
+    with contextlib.suppress(OSError):
+        os.unlink(checkpoint / NOTE_OF_DAMAGE)
+
+
+# -- what is there --------------------------------------------------------------------------------
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, perhaps a damaged one, and no folder of checkpoints."""
+    if os.path.lexists(path / MANIFEST):
+        return True
+    return path.is_dir() and any(map(is_data_name, _entries(path)))
+
+
+def _may_be_whole(checkpoint: Path) -> bool:
+    return (checkpoint / MANIFEST).is_file() and not os.path.lexists(checkpoint / NOTE_OF_DAMAGE)
+
+
+def _names(folder: Path, listed: list[str]) -> list[str]:
+    """Checkpoints, the newest last; those that the index does not know come first."""
     there = {
-        entry.name
-        for entry in folder.iterdir()
-        if _NAME.fullmatch(entry.name) and (entry / MANIFEST).is_file()
+        name
+        for name in _entries(folder)
+        if step_and_turn(name) is not None and (name in listed or (folder / name).is_dir())
     }
-    listed = [name for name in _listed(folder) if name in there]
-    return sorted(there.difference(listed), key=_order) + listed
+    known = [name for name in listed if name in there]
+    return sorted(there.difference(known), key=_order) + known
+
+
+def _entries(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from None
 
 
 def _listed(folder: Path) -> list[str]:
     try:
-        names: list[str] = read_sealed(folder / INDEX)
+        return index_from(read_sealed(folder / INDEX))
     except FileNotFoundError:
         return []
-    except CheckpointError as error:
+    except (CheckpointError, Malformed) as error:
+        problem = (
+            str(error)
+            if isinstance(error, CheckpointError)
+            else f"{folder / INDEX} is no index that this version of fullshard reads: {error}"
+        )
         raise CheckpointError(
-            f"{error}. Load a checkpoint by the path of its own folder, or remove the index: "
+            f"{problem}. Load a checkpoint by the path of its own folder, or remove the index: "
             "without it the checkpoint with the highest step is the newest",
             advises=True,
         ) from None
-    return names
 
 
 def _write_index(folder: Path, names: list[str]) -> None:
@@ -145,18 +198,17 @@ def _remove(checkpoint: Path) -> None:
 
 
 def _free_name(folder: Path, step: int) -> str:
-    name = plain = f"step-{step:08d}"
-    number = 1
-    while (folder / name).exists():
-        name = f"{plain}.{number}"
-        number += 1
-    return name
+    """A name that nothing has: a step that is saved again replaces the first when it is whole."""
+    turn = 0
+    while os.path.lexists(folder / checkpoint_name(step, turn)):
+        turn += 1
+    return checkpoint_name(step, turn)
 
 
 def _order(name: str) -> tuple[int, int]:
-    found = _NAME.fullmatch(name)
+    found = step_and_turn(name)
     assert found is not None
-    return int(found[1]), int(found[2] or 0)
+    return found
 
 
 def _sync_folder(folder: Path) -> None:

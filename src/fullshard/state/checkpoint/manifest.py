@@ -1,9 +1,11 @@
-"""The one file that says what a checkpoint holds and where: a manifest, with its own checksum."""
+"""What a checkpoint holds and where: its manifest, written into one file with its own checksum.
+
+It is read in ``inspection.py``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from .errors import CheckpointError
-from .plain import dtype_name, dtype_named
-from .sealed import read_sealed, write_sealed
-
-MANIFEST = "manifest.json"
+from .names import MANIFEST
+from .plain import dtype_name
+from .sealed import write_sealed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,42 +98,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_sealed(folder / MANIFEST, {**vars(manifest), "tensors": described})
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read a manifest; raise CheckpointError, with the file's name, if it is not as written."""
-    body = read_sealed(folder / MANIFEST)
-    try:
-        described = {name: _table_from_json(data) for name, data in body["tensors"].items()}
-        for name, table in described.items():
-            _check_table(name, table)
-        return Manifest(**{**body, "tensors": described})
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder / MANIFEST} is no manifest that this version of fullshard reads: "
-            f"{type(error).__name__}: {error}"
-        ) from None
-
-
-def _check_table(name: str, table: Table) -> None:
-    """Raise ValueError if a tensor's chunks are not all of it: memory never written would show."""
-    for chunk in table.chunks:
-        ends = zip(chunk.starts, chunk.sizes, table.shape, strict=True)
-        inside = all(start >= 0 and 0 <= size <= whole - start for start, size, whole in ends)
-        if not inside or chunk.extent.nbytes != math.prod(chunk.sizes) * table.dtype.itemsize:
-            raise ValueError(f"{name} of shape {table.shape} cannot have the part {chunk}")
-    if sum(math.prod(chunk.sizes) for chunk in table.chunks) != math.prod(table.shape):
-        raise ValueError(f"the parts of {name} are not all of its shape {table.shape}")
-
-
 def _table_to_json(table: Table) -> dict[str, Any]:
     chunks = [
         [chunk.starts, chunk.sizes, *dataclasses.astuple(chunk.extent)] for chunk in table.chunks
     ]
     return {"dtype": dtype_name(table.dtype), "shape": table.shape, "chunks": chunks}
-
-
-def _table_from_json(data: dict[str, Any]) -> Table:
-    chunks = [
-        Chunk(tuple(starts), tuple(sizes), Extent(*extent))
-        for starts, sizes, *extent in data["chunks"]
-    ]
-    return Table(dtype_named(data["dtype"]), tuple(data["shape"]), tuple(chunks))

@@ -16,12 +16,24 @@ from ..sharded_tensors import is_sharded
 
 Tensors = dict[str, Any]
 
+#: How many levels lists and dicts may be inside of each other: reading them takes a call for each.
+DEEPEST = 100
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
-def take_apart(value: Any, where: str, tensors: Tensors, may_be_sharded: bool = True) -> Any:
+
+def take_apart(
+    value: Any, where: str, tensors: Tensors, may_be_sharded: bool = True, depth: int = 0
+) -> Any:
     """``value`` as JSON data; its tensors go into ``tensors``, named after where they were.
 
-    Tensors that one rank has a part of are refused unless they ``may_be_sharded``.
+    Tensors that one rank has a part of are refused unless they ``may_be_sharded``. ``depth`` is
+    the number of lists and dicts that ``value`` is inside of.
     """
+    if depth > DEEPEST:
+        raise ValueError(
+            f"{where} is inside of more than {DEEPEST} lists and dicts, which is all that a "
+            "checkpoint holds: give flatter data"
+        )
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -38,10 +50,10 @@ def take_apart(value: Any, where: str, tensors: Tensors, may_be_sharded: bool = 
         tensors[name] = value
         return {"$tensor": name}
     if isinstance(value, Mapping):
-        return _take_dict_apart(value, where, tensors, may_be_sharded)
+        return _take_dict_apart(value, where, tensors, may_be_sharded, depth)
     if isinstance(value, (list, tuple, torch.Size)):
         items = [
-            take_apart(item, f"{where}/{i}", tensors, may_be_sharded)
+            take_apart(item, f"{where}/{i}", tensors, may_be_sharded, depth + 1)
             for i, item in enumerate(value)
         ]
         return items if isinstance(value, list) else {"$tuple": items}
@@ -59,15 +71,20 @@ def take_apart(value: Any, where: str, tensors: Tensors, may_be_sharded: bool = 
 
 
 def _take_dict_apart(
-    value: Mapping[Any, Any], where: str, tensors: Tensors, may_be_sharded: bool
+    value: Mapping[Any, Any], where: str, tensors: Tensors, may_be_sharded: bool, depth: int
 ) -> Any:
     items = {
-        key: take_apart(item, f"{where}/{key}", tensors, may_be_sharded)
+        key: take_apart(item, f"{where}/{key}", tensors, may_be_sharded, depth + 1)
         for key, item in value.items()
     }
     if all(isinstance(key, str) and not key.startswith("$") for key in items):
         return items
-    return {"$dict": [[take_apart(k, f"a key of {where}", tensors), v] for k, v in items.items()]}
+    return {
+        "$dict": [
+            [take_apart(key, f"a key of {where}", tensors, depth=depth + 1), item]
+            for key, item in items.items()
+        ]
+    }
 
 
 def _unused(where: str, tensors: Tensors) -> str:
@@ -122,10 +139,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_named(name: str) -> torch.dtype:
+def dtype_named(name: Any) -> torch.dtype:
     """The dtype of that name; nothing else of torch can be reached by a name."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = _DTYPES.get(name) if isinstance(name, str) else None
+    if dtype is None:
         raise ValueError(f"{name!r} is not a dtype that this version of torch knows")
     return dtype
 

@@ -5,12 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from .errors import CheckpointError
+from .errors import CheckpointError, DamagedCheckpoint
+from .regular_files import opened
 
 FORMAT = 1
+_VERSION = re.compile(rb'\{"fullshard":([0-9]{1,9}),')
+_HEAD = re.compile(rb'\{"fullshard":[0-9]{1,9},"sha256":"([0-9a-f]{64})","body":')
+_LONGEST_HEAD = 128
+_TAIL = b"}\n"
+_BLOCK = 2**20
 
 
 def write_sealed(path: Path, content: Any) -> None:
@@ -23,22 +30,49 @@ def write_sealed(path: Path, content: Any) -> None:
 
 
 def read_sealed(path: Path) -> Any:
-    """The content of a sealed file; raise CheckpointError, with its name, if it was changed."""
+    """The content of a sealed file; raise DamagedCheckpoint, with its name, if it was changed.
+
+    What the content means is not looked at here.
+    """
     try:
-        text = path.read_bytes().decode("utf-8")
-        version = json.loads(text)["fullshard"]
+        with opened(path) as file:
+            body = _sealed_body(file, path)
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged or no file of a checkpoint: {error}") from None
-    if version != FORMAT:
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path} cannot be read: {error}") from None
+    try:
+        return json.loads(body.decode("utf-8"))
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{path} is damaged: its content is no JSON: {error}") from None
+    except RecursionError:
+        raise DamagedCheckpoint(f"{path} is damaged: its content is nested too deeply") from None
+
+
+def _sealed_body(file: BinaryIO, path: Path) -> bytes:
+    """The bytes that the seal is of. They take memory only when the seal is known to fit them."""
+    beginning = file.read(_LONGEST_HEAD)
+    version, head = _VERSION.match(beginning), _HEAD.match(beginning)
+    if version is not None and int(version[1]) != FORMAT:
         raise CheckpointError(
-            f"{path} has format {version}, and this version of fullshard reads format {FORMAT}"
+            f"{path} has format {int(version[1])}, and this version of fullshard reads format "
+            f"{FORMAT}"
         )
-    body = text.partition(',"body":')[2].removesuffix("}\n")
-    if text != _seal(body):
-        raise CheckpointError(f"{path} is damaged: its content does not match its checksum")
-    return json.loads(body)
+    end = file.seek(0, os.SEEK_END) - len(_TAIL)
+    if head is None or end < head.end():
+        raise DamagedCheckpoint(f"{path} is damaged or no file of a checkpoint: it has no seal")
+    file.seek(end)
+    if file.read() != _TAIL:
+        raise DamagedCheckpoint(f"{path} is damaged: its end is missing")
+    digest, left = hashlib.sha256(), end - head.end()
+    file.seek(head.end())
+    while block := file.read(min(left, _BLOCK)):
+        digest.update(block)
+        left -= len(block)
+    if digest.hexdigest().encode() != head[1]:
+        raise DamagedCheckpoint(f"{path} is damaged: its content does not match its checksum")
+    file.seek(head.end())
+    return file.read(end - head.end())
 
 
 def _seal(body: str) -> str:

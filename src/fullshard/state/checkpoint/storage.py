@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import zlib
 from collections.abc import Callable
@@ -24,8 +25,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from .errors import CheckpointError
+from .errors import CheckpointError, DamagedCheckpoint
 from .manifest import Chunk, Extent, Manifest, Table, tables
+from .names import data_name
+from .regular_files import opened
 
 
 class Writer(StorageWriter):
@@ -39,7 +42,7 @@ class Writer(StorageWriter):
         self, folder: Path, rank: int, finished: Callable[[dict[str, Table]], None]
     ) -> None:
         self._folder = folder
-        self._file = f"rank-{rank:05d}.bin"
+        self._file = data_name(rank)
         self._finished = finished
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -133,7 +136,7 @@ class Reader(StorageReader):
     def read_whole(self, name: str) -> torch.Tensor:
         """One tensor, read by this process alone."""
         table = self._tensors[name]
-        whole = torch.empty(table.shape, dtype=table.dtype)
+        whole = empty(name, table)
         for chunk in table.chunks:
             part = whole
             for dim, (start, size) in enumerate(zip(chunk.starts, chunk.sizes, strict=True)):
@@ -153,30 +156,40 @@ class Reader(StorageReader):
         return False
 
 
+def empty(name: str, table: Table) -> torch.Tensor:
+    """Memory on the host for a whole tensor, which the machine may not have."""
+    try:
+        return torch.empty(table.shape, dtype=table.dtype)
+    except (RuntimeError, MemoryError):
+        gibibytes = math.prod(table.shape) * table.dtype.itemsize / 2**30
+        raise CheckpointError(
+            f"{name} of shape {table.shape} needs {gibibytes:.1f} GiB of this machine's memory, "
+            "which cannot be had"
+        ) from None
+
+
 def _read_extent(folder: Path, extent: Extent, name: str) -> bytearray:
-    """A chunk's bytes; raise CheckpointError with the file's name if they are not as written."""
+    """A chunk's bytes; raise DamagedCheckpoint with the file's name if they are not as written."""
     path = folder / extent.file
-    if path.parent != folder or path.is_symlink():
-        raise CheckpointError(f"{path} is not a file of the checkpoint in {folder}")
     end = extent.offset + extent.nbytes
     try:
-        with open(path, "rb") as file:
+        with opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             # Not more memory than there are bytes, whatever the manifest says.
             data = bytearray(extent.nbytes if end <= size else 0)
             file.seek(extent.offset)
-            count = file.readinto(data)
+            count = file.readinto(data)  # type: ignore[attr-defined]
     except OSError as error:
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"{path}, which holds a part of {name}, cannot be read: {error}"
         ) from None
     if count != extent.nbytes:
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"{path} is damaged: it ends after {size} bytes, and the part of {name} that it should "
             f"hold lies at {extent.offset} to {end}"
         )
     if zlib.crc32(data) != extent.crc32:
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"{path} is damaged: bytes {extent.offset} to {end}, a part of {name}, do not match "
             "their checksum"
         )
