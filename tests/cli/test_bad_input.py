@@ -68,6 +68,10 @@ def test_a_model_that_cannot_be(refused) -> None:
     )
     assert "GPT has no 'Blok'; did you mean Block?" in refused("train", "--wrap", "Blok")
     assert "size=N" in refused("train", "--wrap", "size=many")
+    assert (
+        "plan a model of your own with fullshard plan --model mine:build, and train it"
+        in refused("train", "--model", "mine:build")
+    )
 
 
 def test_a_run_that_is_there_already(refused, tmp_path: Path) -> None:
@@ -255,7 +259,7 @@ def loss_is_constant():
         ("trains_nothing", "returned a ReLU without parameters that require gradients\n"),
         ("takes_no_tokens", "; return the model and loss(model, sequences, length)\n"),
         ("loss_raises", "(models_to_refuse.py, line 27)\n"),
-        ("loss_is_constant", "but returned a tensor of shape (), without gradient\n"),
+        ("loss_is_constant", "but it is a tensor of shape (), without gradient\n"),
     ],
 )
 def test_models_that_cannot_be_planned(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from fullshard.wrap.render import size_text
 from .checks import check_batch, check_size
 from .memory import Prediction
 from .options import COMMAND_LINE, Options, build_options
-from .own_model import own_subject, repeated_class
+from .own_model import own_subject, repeated_class, step_told
 from .prediction import gpt_subject, predict_memory
 from .problems import BadInput
 
@@ -62,7 +63,8 @@ def plan(values: Mapping[str, Any], device_memory: str | None) -> None:
     if chooses_wrap:
         options = dataclasses.replace(options, wrap=repeated_class(subject.model) or "none")
     device = torch.device(_device_kind(options, device_memory))
-    units, predicted = predict_memory(subject, options, ranks, device)
+    with step_told(model) if is_own else contextlib.nullcontext():
+        units, predicted = predict_memory(subject, options, ranks, device)
     console = Console(highlight=False, soft_wrap=True)
     console.print(_heading(options, ranks, device, units))
     if chooses_wrap:

@@ -17,6 +17,7 @@ import fullshard
 
 from .checks import check_ranks, check_run
 from .launch import default_ranks, launch
+from .model import PRESETS
 from .option_files import read_values
 from .options import COMMAND_LINE, Options, build_options, checked_value
 from .problems import BadInput
@@ -190,6 +191,13 @@ def resolve(request: Request) -> tuple[Options, RunFolder]:
 
 def given_values(request: Request) -> dict[str, Any]:
     """What the TOML file says, and over it what the flags say."""
+    model = request.flags.get("model", "")
+    if ":" in model:
+        raise BadInput(
+            f"train trains a GPT of its own, one of {', '.join(PRESETS)}, but got --model {model}; "
+            f"plan a model of your own with fullshard plan --model {model}, and train it with a "
+            "program of your own and fullshard run"
+        )
     flags = {n: checked_value(n, v, COMMAND_LINE) for n, v in request.flags.items()}
     return {**(read_values(request.config) if request.config else {}), **flags}
 
