@@ -50,11 +50,11 @@ def test_a_sequence_longer_than_the_data(refused, tmp_path: Path) -> None:
     line = refused("train", "--data", "few", "--sequence", "11")
 
     assert "a sequence of 11 tokens is longer than the data" in line
-    assert "few (1 files, 11 bytes)" in line
+    assert "few (1 file, 11 bytes)" in line
 
 
 def test_more_ranks_than_make_sense(refused) -> None:
-    assert "is not divided by 3 ranks; the nearest that is: --batch 15" in refused(
+    assert "is not divisible by 3 ranks; the nearest that is: --batch 15" in refused(
         "train", "--ranks", "3"
     )
     assert "1024 ranks are more than make sense" in refused(
@@ -63,7 +63,7 @@ def test_more_ranks_than_make_sense(refused) -> None:
 
 
 def test_a_model_that_cannot_be(refused) -> None:
-    assert "width 100 is not divided by 3 heads" in refused(
+    assert "width 100 is not divisible by 3 heads" in refused(
         "train", "--width", "100", "--heads", "3"
     )
     assert "GPT has no 'Blok'; did you mean Block?" in refused("train", "--wrap", "Blok")
@@ -209,9 +209,9 @@ def test_plans_that_cannot_be(refused) -> None:
     assert "device-memory expects a size" in refused("plan", "--device-memory", "much")
     assert "No module named 'nowhere'" in refused("plan", "--model", "nowhere:build")
     assert "expects module:function, but got ':build'" in refused("plan", "--model", ":build")
-    assert "'sys:path' is no function but of type list" in refused("plan", "--model", "sys:path")
+    assert "'sys:path' is not a function but a list" in refused("plan", "--model", "sys:path")
     assert "'sys' has no 'nothing'" in refused("plan", "--model", "sys:nothing")
-    assert "is not divided by 5 ranks" in refused("plan", "--ranks", "5")
+    assert "is not divisible by 5 ranks" in refused("plan", "--ranks", "5")
     assert "did you mean 'tiny'" in refused("plan", "--model", "tinny")
 
 

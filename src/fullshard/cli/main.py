@@ -92,6 +92,15 @@ def plan(
     device_memory: Annotated[
         str | None, typer.Option(help="Does it fit? A size (80GiB) or a name (h100, a100-40g).")
     ] = None,
+    vocabulary: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens in a preset's vocabulary, such as 32000 or 128256. [256]",
+            show_default=False,
+            rich_help_panel="Model",
+            **value_of("vocabulary", int),
+        ),
+    ] = None,
 ) -> None:
     """Show the memory that a step of training will take on a rank, part by part.
 
@@ -101,7 +110,7 @@ def plan(
     """
     from fullshard.cli.plan import plan as show_plan
 
-    show_plan(values, device_memory)
+    raise typer.Exit(show_plan(values, device_memory, vocabulary))
 
 
 def main() -> None:

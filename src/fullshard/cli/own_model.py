@@ -89,7 +89,7 @@ def _import(given: str) -> Callable[[], Any]:
         )
     if not callable(function):
         raise BadInput(
-            f"model expects module:function, but {given!r} is no function but of type "
+            f"model expects module:function, but {given!r} is not a function but a "
             f"{type(function).__name__}"
         )
     return function

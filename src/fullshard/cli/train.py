@@ -33,6 +33,7 @@ from .run_folder import (
 from .stopping import StopRequest
 from .training import damaged, model_facts, start_rank, train, was_restarted
 from .training import main as train_on_rank
+from .words import counted
 
 __all__ = ["Request", "run_training"]
 
@@ -72,7 +73,7 @@ def run_training(request: Request) -> int:
     command = ["-m", train_on_rank.__module__, str(folder.path)]
     command += ["--resume"] if request.resume else []
     ranks = ranks_here(options)
-    print(f"fullshard train: starting {ranks} rank{'s' * (ranks > 1)}", flush=True)
+    print(f"fullshard train: starting {counted(ranks, 'rank')}", flush=True)
     try:
         return launch(ranks, launcher_options, command)
     finally:
