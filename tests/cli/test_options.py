@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import typer.main
+from typer.testing import CliRunner
 
 from fullshard.cli.main import app
 from fullshard.cli.model import GPT, PRESETS
@@ -30,6 +33,34 @@ def test_every_option_is_a_flag_with_its_help() -> None:
 
     for field in dataclasses.fields(Options):
         assert flags[field.name].help.startswith(field.metadata["help"])
+
+
+@pytest.mark.parametrize("name", ["", "run", "train", "plan"])
+def test_help_is_whole_in_a_terminal_of_80_columns(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    command: Any = typer.main.get_command(app)
+    command = command.commands[name] if name else command
+
+    shown = CliRunner().invoke(app, [name, "--help"] if name else ["--help"]).output
+
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "<bool>" not in shown
+    assert "…" not in shown
+    for parameter in command.params:
+        if parameter.param_type_name == "option":
+            for flag in [*parameter.opts, *parameter.secondary_opts]:
+                assert re.search(rf"(^|[ /]){flag}($|[ /])", shown, re.MULTILINE), flag
+
+
+def test_help_shows_every_default() -> None:
+    shown = CliRunner().invoke(app, ["train", "--help"]).output
+    words = " ".join(shown.split())
+
+    for field in dataclasses.fields(Options):
+        if field.default not in ("", 0, False):
+            assert f"{field.metadata['help']} [{field.default}]" in words
 
 
 def test_what_is_written_as_toml_reads_as_the_same_options(tmp_path: Path) -> None:

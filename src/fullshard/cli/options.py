@@ -51,7 +51,10 @@ class Options:
     """What to train, on what, and how."""
 
     model: str = _model(
-        "tiny", f"Preset: {', '.join(_PRESET_TEXTS)}.", choices=[*PRESETS], planned=True
+        "tiny",
+        f"Preset, with its parameters: {', '.join(_PRESET_TEXTS)}.",
+        choices=[*PRESETS],
+        planned=True,
     )
     layers: int = _model(0, "Layers, if not the preset's.", minimum=0, planned=True)
     heads: int = _model(0, "Attention heads, if not the preset's.", minimum=0, planned=True)
