@@ -43,6 +43,12 @@ def test_a_data_folder_without_text(refused, tmp_path: Path) -> None:
     assert "'nowhere' is not a folder" in refused("train", "--data", "nowhere")
 
 
+def test_a_data_folder_whose_name_cannot_be_written_down(refused) -> None:
+    name = b"donn\xe9e".decode("utf-8", "surrogateescape")
+
+    assert "data expects text in UTF-8, but got 'donn\\udce9e'" in refused("train", "--data", name)
+
+
 def test_a_sequence_longer_than_the_data(refused, tmp_path: Path) -> None:
     (tmp_path / "few").mkdir()
     (tmp_path / "few" / "a.txt").write_text("a few words")

@@ -20,6 +20,7 @@ from fullshard import latest
 from fullshard.cli.data import read_text
 from fullshard.cli.model import GPT, next_token_loss
 from fullshard.cli.options import Options
+from fullshard.cli.picture import draw_losses
 from fullshard.cli.problems import BadInput
 from fullshard.cli.rates import learning_rate
 from fullshard.cli.run_folder import RunFolder
@@ -340,6 +341,34 @@ def test_when_one_rank_is_asked_to_stop_all_save_the_same_step(tmp_path: Path) -
     assert [line["step"] for line in metrics] == [1]
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     assert int(checkpoint.name.removeprefix("step-")) == 1
+
+
+def test_a_picture_that_cannot_be_drawn_ends_no_training(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "run" / "loss.png").mkdir(parents=True)
+
+    metrics = run(tmp_path / "run")
+
+    assert len(metrics) == 8
+    assert (tmp_path / "run" / "sample.txt").exists()
+
+
+def test_a_picture_says_why_it_is_not_there(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    line = {"step": 1, "loss": 1.0, "learning_rate": 0.1}
+    (tmp_path / "loss.png").mkdir()
+
+    assert "matplotlib failed with IsADirectoryError" in draw_losses([line], tmp_path / "loss.png")
+    assert "matplotlib failed with KeyError: 'loss'" in draw_losses([{"step": 1}], tmp_path / "a")
+    assert draw_losses([], tmp_path / "a.png") == "there are no metrics"
+
+
+def test_the_name_of_a_run_is_no_formula(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / r"price $\frac{$"
+    folder.mkdir()
+
+    assert draw_losses([{"step": 1, "loss": 1.0, "learning_rate": 0.1}], folder / "loss.png") == ""
 
 
 def test_a_complete_run_that_is_resumed_trains_no_more(complete: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from .options import nearest
+from .output import discard_output
 from .problems import BadInput
 
 try:
@@ -63,16 +64,11 @@ def show_help_or_version(context: typer.Context, version: bool) -> None:
 
 
 def _output_is_lost() -> bool:
-    """Whether standard output takes not even an empty line.
-
-    Then Python does not try again when it ends.
-    """
+    """Whether standard output takes not even an empty line."""
     try:
         print(flush=True)
     except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        discard_output()
         return True
     return False
 

@@ -138,6 +138,8 @@ def checked_value(name: str, value: Any, source: str) -> Any:
         value = float(value)
     if type(value) is not kind:
         raise BadInput(wrong_kind(source, name, kind, value))
+    if kind is str and not _is_utf8(str(value)):
+        raise BadInput(f"{source}: {name} expects text in UTF-8, but got {value!r}")
     value = _FORMER_VALUES.get((name, value), value)
     choices, minimum = field.metadata["choices"], field.metadata["minimum"]
     if choices and value not in choices:
@@ -150,6 +152,11 @@ def checked_value(name: str, value: Any, source: str) -> Any:
     if minimum is not None and not value < _TOO_LARGE:
         raise BadInput(f"{source}: {name} expects less than 2**63, but got {value!r}")
     return value
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether a file can hold ``text``; Python has surrogates where a command line is no UTF-8."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def wrong_kind(source: str, name: str, kind: type, value: Any) -> str:

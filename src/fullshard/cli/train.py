@@ -20,6 +20,7 @@ from .launch import default_ranks, launch
 from .model import PRESETS
 from .option_files import read_values
 from .options import COMMAND_LINE, Options, build_options, checked_value
+from .output import Output
 from .problems import BadInput
 from .run_folder import (
     DEFAULT_RUNS,
@@ -73,7 +74,7 @@ def run_training(request: Request) -> int:
     command = ["-m", train_on_rank.__module__, str(folder.path)]
     command += ["--resume"] if request.resume else []
     ranks = ranks_here(options)
-    print(f"fullshard train: starting {counted(ranks, 'rank')}", flush=True)
+    print(f"fullshard train: starting {counted(ranks, 'rank')}", file=Output(), flush=True)
     try:
         return launch(ranks, launcher_options, command)
     finally:
