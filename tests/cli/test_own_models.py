@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+import fullshard
 from fullshard import FullyShardedDataParallel
 from fullshard.cli.main import app
 from fullshard.cli.measure import watch_step
@@ -208,6 +211,22 @@ def test_what_is_not_understood_is_said_in_one_line(plan, function: str, complai
     assert refused.startswith(f"models_to_plan:{function}: ")
     assert complaint in refused
     assert "\n" not in refused
+
+
+def test_an_ascii_terminal_shows_what_it_can_of_a_plan(tmp_path: Path) -> None:
+    (tmp_path / "modeles.py").write_text(
+        "from torch import nn\n"
+        "class Modèle(nn.Sequential): pass\n"
+        "def build(): return Modèle(nn.Embedding(256, 8), nn.Linear(8, 256))\n",
+        encoding="utf-8",
+    )
+    ascii_alone = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+    ascii_alone["PYTHONPATH"] = str(Path(fullshard.__file__).parents[1])
+    command = [sys.executable, "-m", "fullshard", "plan", "--model", "modeles:build"]
+
+    output = subprocess.check_output(command, cwd=tmp_path, env=ascii_alone, text=True)
+
+    assert output.startswith("Mod?le of 4,352 parameters in 1 unit, ")
 
 
 @dataclass(frozen=True)

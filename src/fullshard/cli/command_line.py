@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import os
 import signal
 import sys
@@ -24,6 +25,9 @@ __all__ = ["call", "run_command", "show_help_or_version"]
 
 def call(app: typer.Typer) -> int:
     """Run the command line of this process; returns its exit status, 2 for bad input."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # An ASCII terminal shows a question mark for a letter that it does not have.
+        sys.stdout.reconfigure(errors="replace")
     try:
         status = run_command(app)
         if sys.stdout is not None:
