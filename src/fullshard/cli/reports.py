@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -48,7 +49,12 @@ class Reporter:
     """Says nothing: what ranks other than 0 have."""
 
     def introduce(
-        self, text: Text, ranks: int, done: int, units: Description, predicted: Prediction
+        self,
+        text: Text,
+        ranks: int,
+        resumption: Mapping[str, str],
+        units: Description,
+        predicted: Prediction,
     ) -> None:
         """Say what is about to happen."""
 
@@ -106,7 +112,12 @@ class LineReporter(Reporter):
     # -- before -----------------------------------------------------------------------------------
 
     def introduce(
-        self, text: Text, ranks: int, done: int, units: Description, predicted: Prediction
+        self,
+        text: Text,
+        ranks: int,
+        resumption: Mapping[str, str],
+        units: Description,
+        predicted: Prediction,
     ) -> None:
         self.predicted = predicted
         rows = {
@@ -115,9 +126,8 @@ class LineReporter(Reporter):
             "": "\n".ljust(11).join(_parts_in_words(predicted.peak)),
             "data": text.description,
             "folder": str(self.folder.path),
+            **resumption,
         }
-        if done:
-            rows["resuming"] = f"after step {done:,}"
         self.write("\n".join(f"{name:9} {value}" for name, value in rows.items()) + "\n")
 
     # -- during -----------------------------------------------------------------------------------
@@ -229,9 +239,9 @@ def _in_words(options: Options, ranks: int, units: Description) -> dict[str, str
     how += ["activation checkpointing"] if options.checkpoint_activations else []
     passes = f", {options.accumulate} backward passes each" if options.accumulate > 1 else ""
     return {
-        "model": f"GPT of {units.elements:,} parameters: {size.layers} layers, "
-        f"{size.heads} heads, width {size.width}",
-        "units": f"{len(units.units)}, the largest gathers {size_text(largest)}",
+        "model": f"GPT of {units.elements:,} parameters: {counted(size.layers, 'layer')}, "
+        f"{counted(size.heads, 'head')}, width {size.width}",
+        "units": f"{len(units.units)}, the largest takes {size_text(largest)} unsharded",
         "ranks": f"{ranks} ({device}), {', '.join(how)}",
         "steps": f"{options.steps:,} of {options.batch} x {options.sequence} tokens{passes}",
     }
@@ -243,7 +253,7 @@ def _parts_in_words(predicted: Parts) -> list[str]:
     return [
         f"shards {size_text(predicted.shards)}, gradients {size_text(gradients)}, "
         f"optimizer {size_text(predicted.optimizer)},",
-        f"full buffers {size_text(predicted.full_parameters)}, "
+        f"unsharded parameters {size_text(predicted.full_parameters)}, "
         f"activations {size_text(predicted.activations)}",
     ]
 

@@ -22,6 +22,7 @@ from .option_files import read_values
 from .options import COMMAND_LINE, Options, build_options, checked_value
 from .output import Output
 from .problems import BadInput
+from .resumption import check_steps, nothing_left
 from .run_folder import (
     DEFAULT_RUNS,
     RunFolder,
@@ -70,6 +71,10 @@ def run_training(request: Request) -> int:
     launcher_options = ["--max-restarts", str(request.max_restarts)]
     if request.nodes > 1:
         return launch_on_several_machines(request, launcher_options)
+    finished = nothing_to_do(request)
+    if finished is not None:
+        print(finished, file=Output(), flush=True)
+        return 0
     options, folder = prepare(request, ranks=None)
     command = ["-m", train_on_rank.__module__, str(folder.path)]
     command += ["--resume"] if request.resume else []
@@ -89,7 +94,10 @@ def check_counts(request: Request) -> None:
     if request.nodes < 1:
         raise BadInput(f"--nodes expects 1 or more, but got {request.nodes}")
     if request.nodes > 1 and request.rendezvous is None:
-        raise BadInput("several --nodes meet at one of them; give it as --rendezvous HOST:PORT")
+        raise BadInput(
+            f"--nodes {request.nodes} needs a place where the machines meet; give one of them as "
+            "--rendezvous HOST:PORT"
+        )
     if request.nodes == 1 and request.rendezvous is not None:
         raise BadInput("--rendezvous is for several machines; say how many with --nodes")
     if request.rendezvous is not None and not _is_place(request.rendezvous):
@@ -129,13 +137,18 @@ def train_as_rank(request: Request) -> None:
     told: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            told = [prepare(request, dist.get_world_size())]
+            told = [nothing_to_do(request) or prepare(request, dist.get_world_size())]
         except BadInput as problem:
             told = [problem]
     dist.broadcast_object_list(told)
     if isinstance(told[0], BadInput):
         _leave_together()
         raise told[0]
+    if isinstance(told[0], str):
+        if dist.get_rank() == 0:
+            print(told[0], file=Output(), flush=True)
+        _leave_together()
+        return
     options, folder = told[0]
     with StopRequest() as stop:
         train(options, folder, goes_on(request), stop)
@@ -173,6 +186,18 @@ def prepare(request: Request, ranks: int | None) -> tuple[Options, RunFolder]:
     folder.hold()
     folder.write_options(options)
     return options, folder
+
+
+def nothing_to_do(request: Request) -> str | None:
+    """What to say of a run that is to continue and has nothing left to do; None for all others."""
+    if not request.resume:
+        return None
+    options, folder = resolve(request)
+    saved = fullshard.latest(folder.checkpoints)
+    if saved is None:
+        return None
+    before = build_options(folder.values(), str(folder.config))
+    return nothing_left(folder, before, options, saved.step)
 
 
 def goes_on(request: Request) -> bool:
@@ -219,6 +244,7 @@ def check_same_model(folder: RunFolder, options: Options) -> None:
                 f"{saved.path} is a checkpoint of another model: its {name} is {found}, but "
                 f"{wanted} was asked for; leave --{name} out, or start a new run"
             )
+    check_steps(folder, options, saved.step)
 
 
 def ranks_here(options: Options) -> int:
