@@ -43,6 +43,12 @@ def test_a_data_folder_without_text(refused, tmp_path: Path) -> None:
     assert "'nowhere' is not a folder" in refused("train", "--data", "nowhere")
 
 
+def test_a_data_folder_whose_name_cannot_be_written_down(refused) -> None:
+    name = b"donn\xe9e".decode("utf-8", "surrogateescape")
+
+    assert "data expects text in UTF-8, but got 'donn\\udce9e'" in refused("train", "--data", name)
+
+
 def test_a_sequence_longer_than_the_data(refused, tmp_path: Path) -> None:
     (tmp_path / "few").mkdir()
     (tmp_path / "few" / "a.txt").write_text("a few words")
@@ -50,11 +56,11 @@ def test_a_sequence_longer_than_the_data(refused, tmp_path: Path) -> None:
     line = refused("train", "--data", "few", "--sequence", "11")
 
     assert "a sequence of 11 tokens is longer than the data" in line
-    assert "few (1 files, 11 bytes)" in line
+    assert "few (1 file, 11 bytes)" in line
 
 
 def test_more_ranks_than_make_sense(refused) -> None:
-    assert "is not divided by 3 ranks; the nearest that is: --batch 15" in refused(
+    assert "is not divisible by 3 ranks; the nearest that is: --batch 15" in refused(
         "train", "--ranks", "3"
     )
     assert "1024 ranks are more than make sense" in refused(
@@ -63,11 +69,15 @@ def test_more_ranks_than_make_sense(refused) -> None:
 
 
 def test_a_model_that_cannot_be(refused) -> None:
-    assert "width 100 is not divided by 3 heads" in refused(
+    assert "width 100 is not divisible by 3 heads" in refused(
         "train", "--width", "100", "--heads", "3"
     )
     assert "GPT has no 'Blok'; did you mean Block?" in refused("train", "--wrap", "Blok")
     assert "size=N" in refused("train", "--wrap", "size=many")
+    assert (
+        "plan a model of your own with fullshard plan --model mine:build, and train it"
+        in refused("train", "--model", "mine:build")
+    )
 
 
 def test_a_run_that_is_there_already(refused, tmp_path: Path) -> None:
@@ -125,7 +135,10 @@ def test_flags_and_commands_that_are_not_there(refused) -> None:
     assert "did you mean '--save-every'?" in refused("train", "--save-evry", "3")
     assert "'--config' requires an argument" in refused("train", "--config")
     assert "unexpected extra argument" in refused("train", "more")
-    assert "Did you mean 'train'" in refused("trian")
+    assert "No such command 'trian'. Did you mean 'train'? See fullshard --help\n" in refused(
+        "trian"
+    )
+    assert "No such command 'dance'; see fullshard --help\n" in refused("dance")
 
 
 def test_numbers_that_the_launcher_or_torch_could_do_nothing_with(refused) -> None:
@@ -205,9 +218,9 @@ def test_plans_that_cannot_be(refused) -> None:
     assert "device-memory expects a size" in refused("plan", "--device-memory", "much")
     assert "No module named 'nowhere'" in refused("plan", "--model", "nowhere:build")
     assert "expects module:function, but got ':build'" in refused("plan", "--model", ":build")
-    assert "'sys:path' is no function but of type list" in refused("plan", "--model", "sys:path")
+    assert "'sys:path' is not a function but a list" in refused("plan", "--model", "sys:path")
     assert "'sys' has no 'nothing'" in refused("plan", "--model", "sys:nothing")
-    assert "is not divided by 5 ranks" in refused("plan", "--ranks", "5")
+    assert "is not divisible by 5 ranks" in refused("plan", "--ranks", "5")
     assert "did you mean 'tiny'" in refused("plan", "--model", "tinny")
 
 
@@ -255,7 +268,7 @@ def loss_is_constant():
         ("trains_nothing", "returned a ReLU without parameters that require gradients\n"),
         ("takes_no_tokens", "; return the model and loss(model, sequences, length)\n"),
         ("loss_raises", "(models_to_refuse.py, line 27)\n"),
-        ("loss_is_constant", "but returned a tensor of shape (), without gradient\n"),
+        ("loss_is_constant", "but it is a tensor of shape (), without gradient\n"),
     ],
 )
 def test_models_that_cannot_be_planned(

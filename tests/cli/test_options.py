@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import typer.main
+from typer.testing import CliRunner
 
 from fullshard.cli.main import app
+from fullshard.cli.model import GPT, PRESETS
 from fullshard.cli.option_files import read_values, to_toml
 from fullshard.cli.options import Options, build_options
 from fullshard.cli.problems import BadInput
 from fullshard.cli.rates import learning_rate
+from fullshard.cli.words import rounded
 
 
 def written(folder: Path, text: str) -> Path:
@@ -27,6 +33,34 @@ def test_every_option_is_a_flag_with_its_help() -> None:
 
     for field in dataclasses.fields(Options):
         assert flags[field.name].help.startswith(field.metadata["help"])
+
+
+@pytest.mark.parametrize("name", ["", "run", "train", "plan"])
+def test_help_is_whole_in_a_terminal_of_80_columns(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    command: Any = typer.main.get_command(app)
+    command = command.commands[name] if name else command
+
+    shown = CliRunner().invoke(app, [name, "--help"] if name else ["--help"]).output
+
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "<bool>" not in shown
+    assert "…" not in shown
+    for parameter in command.params:
+        if parameter.param_type_name == "option":
+            for flag in [*parameter.opts, *parameter.secondary_opts]:
+                assert re.search(rf"(^|[ /]){flag}($|[ /])", shown, re.MULTILINE), flag
+
+
+def test_help_shows_every_default() -> None:
+    shown = CliRunner().invoke(app, ["train", "--help"]).output
+    words = " ".join(shown.split())
+
+    for field in dataclasses.fields(Options):
+        if field.default not in ("", 0, False):
+            assert f"{field.metadata['help']} [{field.default}]" in words
 
 
 def test_what_is_written_as_toml_reads_as_the_same_options(tmp_path: Path) -> None:
@@ -59,7 +93,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(
         ("clip = nan", "clip expects 0 or more, but got nan"),
         ('strategy = "full_shards"', "got 'full_shards'; did you mean 'full_shard'"),
         ("steps = ", "is not valid TOML"),
-        ("[model]\nlayers = 2", "model expects a text"),
+        ("[model]\nlayers = 2", "model expects text"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused(tmp_path: Path, line: str, complaint: str) -> None:
@@ -80,6 +114,29 @@ def test_a_preset_gives_way_to_what_was_given() -> None:
     size = Options(model="small", layers=3).size()
 
     assert (size.layers, size.heads, size.width) == (3, 12, 768)
+
+
+@pytest.mark.parametrize("name", [*PRESETS])
+def test_presets_are_shown_with_as_many_parameters_as_they_have(name: str) -> None:
+    with torch.device("meta"):
+        model = GPT(PRESETS[name], context=128)
+    expected = sum(parameter.numel() for parameter in model.parameters())
+
+    assert PRESETS[name].parameters(context=128) == expected
+    (field,) = [field for field in dataclasses.fields(Options) if field.name == "model"]
+    assert f"{name} ({rounded(expected)})" in field.metadata["help"]
+
+
+def test_a_name_says_how_many_billions_a_preset_has() -> None:
+    for name in ("7b", "65b"):
+        parameters = PRESETS[name].parameters(context=2048, vocabulary=32_000)
+        assert f"{parameters / 1e9:.0f}b" == name
+
+
+def test_the_former_name_of_a_preset_is_taken(tmp_path: Path) -> None:
+    values = read_values(written(tmp_path, 'model = "70b"\n'))
+
+    assert build_options(values, "file") == Options(model="65b")
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from fullshard.cli.device_memory import bytes_of_device
 from fullshard.cli.main import app
-from fullshard.cli.plan import bytes_of_device
+from fullshard.cli.problems import BadInput
 
 MODEL = """
 import torch
@@ -47,9 +48,9 @@ def alone():
 """
 
 
-def planned(*words: str) -> str:
+def planned(*words: str, status: int = 0) -> str:
     result = CliRunner().invoke(app, ["plan", *words], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == status, result.output
     return result.output
 
 
@@ -114,7 +115,7 @@ def test_what_is_repeated_becomes_units_where_nothing_was_said(
 
     output = planned("--model", f"own_model_to_plan:{function}", "--batch", "2", "--ranks", "2")
 
-    assert f" in {units} units" in output
+    assert f" in {units} unit{'s' * (units > 1)}, on 2 ranks" in output
     assert chosen in output
     assert "Without --wrap" not in planned(
         *("--model", f"own_model_to_plan:{function}", "--wrap", "none", "--batch", "2"),
@@ -129,26 +130,75 @@ def test_attention_of_any_number_of_dimensions_is_planned(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    assert " in 1 units" in planned(
+    assert " in 1 unit," in planned(
         *("--model", "own_model_to_plan:attention_without_heads", "--batch", "2", "--ranks", "2")
     )
 
 
 @pytest.mark.parametrize(
-    ("memory", "verdict"),
-    [("h100", "Fits h100"), ("40 MiB", "Hardly fits 40 MiB"), ("1MB", "Does not fit 1MB")],
+    ("memory", "verdict", "status"),
+    [
+        ("h100", "Fits h100", 0),
+        ("40 MiB", "Barely fits 40 MiB", 0),
+        ("1MB", "Does not fit 1MB", 3),
+    ],
 )
-def test_it_says_whether_it_fits(memory: str, verdict: str) -> None:
+def test_it_says_whether_it_fits_to_people_and_to_scripts(
+    memory: str, verdict: str, status: int
+) -> None:
     # The default takes 36 to 40 MiB.
-    assert verdict in planned("--device", "cpu", "--batch", "14", "--device-memory", memory)
+    words = ["--device", "cpu", "--batch", "14", "--device-memory", memory]
+    assert verdict in planned(*words, status=status)
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("80GiB", 80 * 2**30), ("1.5 gb", 1.5e9), ("512", 512), ("16Mi", 2**24), ("L4", 24 * 2**30)],
+    [("80GiB", 80 * 2**30), ("1.5 gb", 1.5e9), ("512 B", 512), ("16Mi", 2**24), ("L4", 24 * 2**30)],
 )
 def test_memory_is_given_as_a_size_or_a_name(text: str, size: float) -> None:
     assert bytes_of_device(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("16", "expects a size with a unit, but got '16'; write 16GiB for gibibytes"),
+        ("1.5", "write 1.5GiB"),
+        ("16GiBs", "expects a size with a unit, such as 80GiB, or one of a10, "),
+        ("0GiB", "expects more than nothing, but got '0GiB'"),
+    ],
+)
+def test_memory_without_a_unit_is_refused(text: str, complaint: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        bytes_of_device(text)
+
+    assert complaint in str(caught.value)
+
+
+def test_a_preset_is_planned_with_the_vocabulary_of_a_tokenizer() -> None:
+    words = ["--model", "7b", "--sequence", "2048", "--batch", "2", "--ranks", "2"]
+
+    bytes_alone, output = planned(*words), planned(*words, "--vocabulary", "128256")
+
+    assert "GPT of 6,454,648,832 parameters (vocabulary 256)" in bytes_alone
+    # Two matrices of 4,096 numbers for each token: the embedding and the head.
+    expected = 6_454_648_832 + 2 * 4096 * (128_256 - 256)
+    assert f"GPT of {expected:,} parameters (vocabulary 128,256)" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--vocabulary", "0"], "vocabulary expects 1 or more tokens, less than 2**31, but got 0"),
+        (["--model", "a:b", "--vocabulary", "9"], "--vocabulary changes a preset, but 'a:b' is a"),
+        (["--model", "a:b", "--layers", "9"], "--layers changes a preset, but 'a:b' is a model of"),
+    ],
+)
+def test_a_size_that_changes_nothing_is_refused(words: list[str], complaint: str) -> None:
+    refused = CliRunner().invoke(app, ["plan", *words])
+
+    assert isinstance(refused.exception, BadInput)
+    assert complaint in str(refused.exception)
 
 
 def test_offloading_moves_what_rests_to_the_host() -> None:

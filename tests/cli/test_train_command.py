@@ -166,6 +166,36 @@ def test_with_restarts_a_run_goes_on_from_the_newest_checkpoint_that_is_whole(
     assert [line["step"] for line in metrics] == [*range(1, 61)]
 
 
+def test_a_finished_run_says_so_and_is_extended_when_asked(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def train(*words: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fullshard", "train", *words])
+        with pytest.raises(SystemExit) as left:
+            main()
+        return left.value.code, *capfd.readouterr()
+
+    train("--name", "run", "--steps", "4", "--warmup", "1", *TINY.split())
+
+    again = train("--resume")
+    backwards = train("--resume", "--steps", "2")
+    longer = train("--resume", "--steps", "8")
+
+    finished = "runs/run is finished, at step 4 of 4: there is nothing to do. "
+    hint = "To train it further, give more steps: fullshard train --resume --name run --steps 8\n"
+    assert again == (0, finished + hint, "")
+    assert backwards[:2] == (2, "")
+    assert backwards[2].startswith("fullshard: runs/run is at step 4 already, past the last one")
+    assert longer[0] == 0, longer
+    # Of 3 steps down from 0.003 to a tenth of it, none is left; of 7, 4 are done.
+    assert (
+        "rate      up from 0.0003 to 0.00135: the cosine schedule now ends at step 8" in longer[1]
+    )
+    assert [metrics["step"] for metrics in RunFolder(here / "runs/run").read_metrics()] == [
+        *range(1, 9)
+    ]
+
+
 def test_the_same_command_runs_under_torchrun(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

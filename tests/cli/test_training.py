@@ -20,11 +20,13 @@ from fullshard import latest
 from fullshard.cli.data import read_text
 from fullshard.cli.model import GPT, next_token_loss
 from fullshard.cli.options import Options
+from fullshard.cli.picture import draw_losses
 from fullshard.cli.problems import BadInput
 from fullshard.cli.rates import learning_rate
+from fullshard.cli.resumption import resumption_in_words
 from fullshard.cli.run_folder import RunFolder
 from fullshard.cli.stopping import StopRequest
-from fullshard.cli.train import Request, prepare
+from fullshard.cli.train import Request, nothing_to_do, prepare
 from fullshard.cli.training import materializer, train
 from fullshard.testing import RanksFailed, device, run_on_ranks
 
@@ -300,6 +302,66 @@ def test_a_folder_knows_what_leads_to_it(tmp_path: Path) -> None:
     assert RunFolder(tmp_path / "a b").flags == ["--name", "a b", "--runs", str(tmp_path)]
 
 
+def test_a_run_cannot_be_continued_to_a_step_behind_it(complete: Path) -> None:
+    request = Request({"steps": 5}, name=complete.name, runs=complete.parent, resume=True)
+
+    with pytest.raises(
+        BadInput, match=r"is at step 8 already, past .* --steps 5; give more than 8"
+    ):
+        prepare(request, ranks=2)
+
+
+def test_a_finished_run_has_nothing_to_do_unless_its_sample_is_wanted(
+    complete: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(complete, tmp_path / "done")
+    request = Request({}, name="done", runs=tmp_path, resume=True)
+
+    said = nothing_to_do(request)
+
+    assert said is not None
+    assert "done is finished, at step 8 of 8: there is nothing to do" in said
+    assert said.endswith(f"fullshard train --resume --name done --runs {tmp_path} --steps 16")
+    for flags in ({"steps": 9}, {"sample": 9}):
+        assert nothing_to_do(dataclasses.replace(request, flags=flags)) is None
+    (tmp_path / "done" / "sample.txt").unlink()
+    assert nothing_to_do(request) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "done", "said"),
+    [
+        ({}, 100, None),
+        ({"batch": 32}, 50, None),
+        ({"schedule": "constant", "learning_rate": 0.1}, 100, None),
+        # About half of the way from 1 down to 0.1.
+        (
+            {"steps": 200},
+            100,
+            "up from 0.1 to 0.543: the cosine schedule now ends at step 200, not",
+        ),
+        (
+            {"steps": 60},
+            30,
+            "down from 0.815 to 0.526: the cosine schedule now ends at step 60, no",
+        ),
+        ({"learning_rate": 2.0}, 100, "up from 0.1 to 0.2: as the options say now"),
+        ({"schedule": "constant", "learning_rate": 0.55}, 50, "stays at 0.55: as the options say"),
+    ],
+    ids=str,
+)
+def test_a_continued_run_says_where_its_learning_rate_jumps(
+    given: dict[str, Any], done: int, said: str | None
+) -> None:
+    before = Options(steps=100, warmup=0, learning_rate=1.0)
+
+    rows = resumption_in_words(before, dataclasses.replace(before, **given), done)
+
+    assert rows["resuming"] == f"after step {done}"
+    assert rows.get("rate", "")[: len(said or "")] == (said or "")
+    assert ("rate" in rows) == (said is not None)
+
+
 def test_options_given_to_a_resumed_run_are_kept_once_its_checkpoint_is_loaded(
     complete: Path, tmp_path: Path
 ) -> None:
@@ -377,6 +439,34 @@ def test_when_one_rank_is_asked_to_stop_all_save_the_same_step(tmp_path: Path) -
     assert [line["step"] for line in metrics] == [1]
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     assert int(checkpoint.name.removeprefix("step-")) == 1
+
+
+def test_a_picture_that_cannot_be_drawn_ends_no_training(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "run" / "loss.png").mkdir(parents=True)
+
+    metrics = run(tmp_path / "run")
+
+    assert len(metrics) == 8
+    assert (tmp_path / "run" / "sample.txt").exists()
+
+
+def test_a_picture_says_why_it_is_not_there(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    line = {"step": 1, "loss": 1.0, "learning_rate": 0.1}
+    (tmp_path / "loss.png").mkdir()
+
+    assert "matplotlib failed with IsADirectoryError" in draw_losses([line], tmp_path / "loss.png")
+    assert "matplotlib failed with KeyError: 'loss'" in draw_losses([{"step": 1}], tmp_path / "a")
+    assert draw_losses([], tmp_path / "a.png") == "there are no metrics"
+
+
+def test_the_name_of_a_run_is_no_formula(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / r"price $\frac{$"
+    folder.mkdir()
+
+    assert draw_losses([{"step": 1, "loss": 1.0, "learning_rate": 0.1}], folder / "loss.png") == ""
 
 
 def test_a_complete_run_that_is_resumed_trains_no_more(complete: Path, tmp_path: Path) -> None:

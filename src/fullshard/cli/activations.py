@@ -17,8 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fullshard.engine.structures import list_tensors
+
 from .memory import Event, Moment
 from .scratch import scratch_bytes
+from .usual_values import UsualValues
 
 __all__ = ["record_step"]
 
@@ -37,7 +40,7 @@ def record_step(
     recorder = _Recorder([p.untyped_storage() for p in model.parameters()], device)
     handles = _watch_units(model, unit_paths, recorder)
     try:
-        with recorder, _AttentionOf(device):
+        with recorder, _AttentionOf(device), UsualValues():
             value = loss()
             _backward(value)
             del value
@@ -142,9 +145,9 @@ def _watch_module(path: str, module: nn.Module, recorder: _Recorder) -> list[Any
                 reached.append(True)
                 recorder.mark(Event.BACKWARD, path)
 
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(backward)
+        for tensor in list_tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(backward)
 
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 

@@ -11,6 +11,7 @@ from .model import GPT, Size
 from .options import Options
 from .problems import BadInput
 from .sharding import wrap_policy
+from .words import counted
 
 __all__ = ["check_batch", "check_ranks", "check_run", "check_size", "cores"]
 
@@ -38,7 +39,7 @@ def check_size(options: Options) -> None:
     size = options.size()
     if size.width % size.heads:
         raise BadInput(
-            f"width {size.width} is not divided by {size.heads} heads; change one of them"
+            f"width {size.width} is not divisible by {size.heads} heads; change one of them"
         )
 
 
@@ -49,7 +50,8 @@ def check_batch(options: Options, ranks: int) -> None:
         passes = f" x {options.accumulate} passes" if options.accumulate > 1 else ""
         nearest = max(parts, round(options.batch / parts) * parts)
         raise BadInput(
-            f"a batch of {options.batch} sequences is not divided by {ranks} ranks{passes}; "
+            f"a batch of {counted(options.batch, 'sequence')} is not divisible by "
+            f"{counted(ranks, 'rank')}{passes}; "
             f"the nearest that is: --batch {nearest}"
         )
 
@@ -64,7 +66,7 @@ def check_ranks(ranks: int, device: str) -> None:
             raise BadInput(f"{ranks} ranks need a GPU each, but this machine has {available}")
     elif ranks > _RANKS_PER_CORE * cores():
         raise BadInput(
-            f"{ranks} ranks are more than make sense on {cores()} cores; give at most "
+            f"{ranks} ranks are more than make sense on {counted(cores(), 'core')}; give at most "
             f"--ranks {_RANKS_PER_CORE * cores()}"
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import typer
 
 from .options import nearest
+from .output import discard_output
 from .problems import BadInput
 
 try:
@@ -23,6 +25,9 @@ __all__ = ["call", "run_command", "show_help_or_version"]
 
 def call(app: typer.Typer) -> int:
     """Run the command line of this process; returns its exit status, 2 for bad input."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # An ASCII terminal shows a question mark for a letter that it does not have.
+        sys.stdout.reconfigure(errors="replace")
     try:
         status = run_command(app)
         if sys.stdout is not None:
@@ -63,16 +68,11 @@ def show_help_or_version(context: typer.Context, version: bool) -> None:
 
 
 def _output_is_lost() -> bool:
-    """Whether standard output takes not even an empty line.
-
-    Then Python does not try again when it ends.
-    """
+    """Whether standard output takes not even an empty line."""
     try:
         print(flush=True)
     except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        discard_output()
         return True
     return False
 
@@ -90,4 +90,6 @@ def _in_one_line(problem: Any) -> str:
     if type(problem).__name__ == "NoSuchOption" and given:
         known = [flag for parameter in context.command.params for flag in parameter.opts]
         return f"there is no option {given!r}{nearest(given, known)}"
+    if message.endswith("?"):
+        return f"{message} See {context.command_path} --help"
     return f"{message.rstrip('.')}; see {context.command_path} --help"

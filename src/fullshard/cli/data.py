@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from .problems import BadInput
+from .words import counted
 
 __all__ = ["Text", "read_text"]
 
@@ -61,7 +62,9 @@ def read_text(folder: str) -> Text:
         library = Path(sysconfig.get_paths()["stdlib"])
         files = (f for f in _files_below(library) if f.suffix == ".py")
         data, count = _join(files, STANDARD_LIBRARY_BYTES)
-        description = f"Python's standard library ({count} files, {len(data):,} bytes)"
+        description = (
+            f"Python's standard library ({counted(count, 'file')}, {counted(len(data), 'byte')})"
+        )
         return Text(data, description)
     path = Path(folder)
     if not path.is_dir():
@@ -71,7 +74,7 @@ def read_text(folder: str) -> Text:
         raise BadInput(
             f"data expects a folder with text files, but there is no text below {folder!r}"
         )
-    return Text(data, f"{folder} ({count} files, {len(data):,} bytes)")
+    return Text(data, f"{folder} ({counted(count, 'file')}, {counted(len(data), 'byte')})")
 
 
 def _files_below(folder: Path) -> Iterator[Path]:

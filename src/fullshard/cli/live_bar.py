@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from types import TracebackType
+from typing import IO, cast
 
 from rich.console import Console, ConsoleDimensions
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
 from .options import Options
+from .output import Output
 from .reports import LineReporter, Progress, duration_text
 from .run_folder import RunFolder
 
@@ -39,9 +41,9 @@ class _NarrowConsole(Console):
 class BarReporter(LineReporter):
     """Shows a bar while steps are made; everything else is printed above it."""
 
-    def __init__(self, options: Options, folder: RunFolder) -> None:
-        super().__init__(options, folder)
-        self._console = _NarrowConsole(highlight=False)
+    def __init__(self, options: Options, folder: RunFolder, output: Output) -> None:
+        super().__init__(options, folder, output)
+        self._console = _NarrowConsole(file=cast(IO[str], output), highlight=False)
         self._bar = RichProgress(
             TextColumn("{task.completed}/{task.total}"),
             BarColumn(bar_width=None),

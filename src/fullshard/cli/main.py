@@ -15,11 +15,13 @@ except ModuleNotFoundError as missing:
 
 from fullshard.cli.command_line import call, show_help_or_version
 from fullshard.cli.flags import value_of, with_option_flags
+from fullshard.cli.help_pages import GroupedCommand, ProgramCommand
 
 app = typer.Typer(
     help="Fully sharded data parallelism for PyTorch.",
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 
 
@@ -33,50 +35,59 @@ def commands(
 
 
 @app.command(
+    cls=ProgramCommand,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     options_metavar="[--ranks N] [torchrun's options]",
 )
 def run(
     arguments: Annotated[
-        list[str], typer.Argument(metavar="(SCRIPT | -m MODULE) [ARGUMENTS]...", show_default=False)
+        list[str], typer.Argument(metavar="(SCRIPT | -m MODULE)", show_default=False)
     ],
 ) -> None:
-    """Run a program written for torch.distributed.fsdp on fullshard, unchanged.
+    """Run a program written for torch's FSDP, unchanged.
 
     Starts it on N ranks of this machine (default: one per GPU, or 2 without a GPU), each with
-    fullshard in the place of torch.distributed.fsdp's wrapper. All options of torchrun are taken,
-    those for several machines included (--nnodes, --rdzv-endpoint, --max-restarts, ...).
+    fullshard in the place of torch.distributed.fsdp's wrapper. All options of torchrun are
+    accepted, also those for several machines (--nnodes, --rdzv-endpoint, --max-restarts, ...).
     """
     from fullshard.cli.run import run_program
 
     raise typer.Exit(run_program(arguments))
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @with_option_flags(lambda field: True)
 def train(
     values: dict[str, Any],
     config: Annotated[Path | None, typer.Option(help="TOML file with options.")] = None,
-    name: Annotated[str | None, typer.Option(help="The run's name; else a number.")] = None,
-    runs: Annotated[Path, typer.Option(help="Where runs' folders are.")] = Path("runs"),
+    name: Annotated[str | None, typer.Option(help="The run's name. [run-1, run-2, ...]")] = None,
+    runs: Annotated[
+        Path, typer.Option(help="Folder of all runs. [runs]", show_default=False)
+    ] = Path("runs"),
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue: --name, or the last.")
+        bool, typer.Option("--resume", help="Continue the run --name, or the last run.")
     ] = False,
     max_restarts: Annotated[
         int,
         typer.Option(
-            help="Restarts after a failure, from the last checkpoint.",
+            help="Restarts after a failure, from the last checkpoint. [0]",
+            show_default=False,
             **value_of("max_restarts", int),
         ),
     ] = 0,
     nodes: Annotated[
-        int, typer.Option(help="Machines that take part.", **value_of("nodes", int))
+        int,
+        typer.Option(
+            help="Machines that take part. [1]", show_default=False, **value_of("nodes", int)
+        ),
     ] = 1,
-    rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT of one of them.")] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option(help="HOST:PORT of one of the machines.")
+    ] = None,
 ) -> None:
-    """Train a GPT, sharded, on text. Needs no arguments.
+    """Train a sharded GPT on text; needs no arguments.
 
-    Writes options, metrics, a loss curve, checkpoints and a sample into the folder of the run.
+    Writes options, metrics, a loss curve, checkpoints and a sample into the run's folder.
     """
     from fullshard.cli.train import Request, run_training
 
@@ -85,23 +96,34 @@ def train(
     )
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @with_option_flags(lambda field: field.metadata["planned"])
 def plan(
     values: dict[str, Any],
     device_memory: Annotated[
         str | None, typer.Option(help="Does it fit? A size (80GiB) or a name (h100, a100-40g).")
     ] = None,
+    vocabulary: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens in a preset's vocabulary, such as 32000 or 128256. [256]",
+            show_default=False,
+            rich_help_panel="Model",
+            **value_of("vocabulary", int),
+        ),
+    ] = None,
 ) -> None:
-    """Show the memory that a step of training will take on a rank, part by part.
+    """Show the memory that a training step takes on each rank.
 
-    --model is a preset, or module:function. The function returns a model (on any device: it is
-    called under the meta device) that takes tokens, or a model and its loss: loss(model,
-    sequences, length).
+    --model is a preset, or module:function for a model of your own. The function is called on the
+    meta device, and returns a model that takes tokens (those of transformers do), or a model and
+    its loss: loss(model, sequences, length).
+
+    The exit status is 3 if the model does not fit --device-memory, and 0 if it does.
     """
     from fullshard.cli.plan import plan as show_plan
 
-    show_plan(values, device_memory)
+    raise typer.Exit(show_plan(values, device_memory, vocabulary))
 
 
 def main() -> None:

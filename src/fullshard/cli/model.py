@@ -25,6 +25,11 @@ class Size:
     heads: int
     width: int
 
+    def parameters(self, context: int, vocabulary: int = VOCABULARY) -> int:
+        """How many parameters a :class:`GPT` of this size has."""
+        block = 12 * self.width**2 + 13 * self.width
+        return self.layers * block + (2 * vocabulary + context + 2) * self.width
+
 
 PRESETS = {
     "tiny": Size(layers=4, heads=4, width=128),
@@ -33,7 +38,7 @@ PRESETS = {
     "large": Size(layers=36, heads=20, width=1280),
     "xl": Size(layers=48, heads=25, width=1600),
     "7b": Size(layers=32, heads=32, width=4096),
-    "70b": Size(layers=80, heads=64, width=8192),
+    "65b": Size(layers=80, heads=64, width=8192),
 }
 
 
@@ -73,14 +78,14 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """From tokens (batch, length) to logits (batch, length, vocabulary)."""
 
-    def __init__(self, size: Size, context: int) -> None:
+    def __init__(self, size: Size, context: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
         self.context = context
-        self.tokens = nn.Embedding(VOCABULARY, size.width)
+        self.tokens = nn.Embedding(vocabulary, size.width)
         self.positions = nn.Embedding(context, size.width)
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
-        self.head = nn.Linear(size.width, VOCABULARY, bias=False)
+        self.head = nn.Linear(size.width, vocabulary, bias=False)
         self.apply(initialize)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 
 from .model import PRESETS, Size
 from .problems import BadInput
+from .words import rounded
 
 __all__ = ["COMMAND_LINE", "Options", "build_options", "checked_value", "nearest", "wrong_kind"]
 
@@ -37,15 +38,25 @@ _model = functools.partial(_option, group="Model")
 _data = functools.partial(_option, group="Data")
 _optimizer = functools.partial(_option, group="Optimizer")
 _sharding = functools.partial(_option, group="Sharding")
-_folder = functools.partial(_option, group="What is left behind")
+_folder = functools.partial(_option, group="Output")
+
+#: Parameters are counted with bytes as the vocabulary, and the default length of a sequence.
+_PRESET_TEXTS = [f"{name} ({rounded(size.parameters(128))})" for name, size in PRESETS.items()]
+#: Values that options had in earlier versions, by what they are now.
+_FORMER_VALUES: dict[tuple[str, Any], Any] = {("model", "70b"): "65b"}
 
 
 @dataclass(frozen=True)
 class Options:
     """What to train, on what, and how."""
 
-    model: str = _model("tiny", f"Size: {', '.join(PRESETS)}.", choices=[*PRESETS], planned=True)
-    layers: int = _model(0, "Blocks, if not the preset's.", minimum=0, planned=True)
+    model: str = _model(
+        "tiny",
+        f"Preset, with its parameters: {', '.join(_PRESET_TEXTS)}.",
+        choices=[*PRESETS],
+        planned=True,
+    )
+    layers: int = _model(0, "Layers, if not the preset's.", minimum=0, planned=True)
     heads: int = _model(0, "Attention heads, if not the preset's.", minimum=0, planned=True)
     width: int = _model(0, "Width, if not the preset's.", minimum=0, planned=True)
 
@@ -55,7 +66,7 @@ class Options:
     accumulate: int = _data(1, "Backward passes per step.", minimum=1, planned=True)
     seed: int = _data(0, "Seed of the parameters and the order of data.", minimum=0)
 
-    steps: int = _optimizer(500, "Steps in all.", minimum=1)
+    steps: int = _optimizer(500, "Steps in total.", minimum=1)
     learning_rate: float = _optimizer(3e-3, "Peak learning rate.", minimum=0)
     warmup: int = _optimizer(20, "Steps until the learning rate is at its peak.", minimum=0)
     schedule: str = _optimizer(
@@ -64,7 +75,7 @@ class Options:
         choices=["cosine", "linear", "constant"],
     )
     final_fraction: float = _optimizer(
-        0.1, "Part of the peak rate that is left at the end.", minimum=0
+        0.1, "Learning rate at the end, as a fraction of the peak.", minimum=0
     )
     weight_decay: float = _optimizer(0.1, "AdamW's weight decay.", minimum=0)
     clip: float = _optimizer(1.0, "Largest gradient norm; 0 does not clip.", minimum=0)
@@ -88,13 +99,13 @@ class Options:
     )
     precision: str = _sharding(
         "float32",
-        "What to compute in: float32, bfloat16. Shards stay in float32.",
+        "Compute in float32 or bfloat16; shards stay in float32.",
         choices=["float32", "bfloat16"],
         planned=True,
     )
-    offload: bool = _sharding(False, "Shards and optimizer rest in host memory.", planned=True)
+    offload: bool = _sharding(False, "Keep shards and optimizer in host memory.", planned=True)
     checkpoint_activations: bool = _sharding(
-        False, "Blocks compute their activations again in backward.", planned=True
+        False, "Recompute the units' activations in backward.", planned=True
     )
 
     log_every: int = _folder(10, "Steps between lines of metrics.", minimum=1)
@@ -127,6 +138,9 @@ def checked_value(name: str, value: Any, source: str) -> Any:
         value = float(value)
     if type(value) is not kind:
         raise BadInput(wrong_kind(source, name, kind, value))
+    if kind is str and not _is_utf8(str(value)):
+        raise BadInput(f"{source}: {name} expects text in UTF-8, but got {value!r}")
+    value = _FORMER_VALUES.get((name, value), value)
     choices, minimum = field.metadata["choices"], field.metadata["minimum"]
     if choices and value not in choices:
         raise BadInput(
@@ -140,6 +154,11 @@ def checked_value(name: str, value: Any, source: str) -> Any:
     return value
 
 
+def _is_utf8(text: str) -> bool:
+    """Whether a file can hold ``text``; Python has surrogates where a command line is no UTF-8."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def wrong_kind(source: str, name: str, kind: type, value: Any) -> str:
     """What is said about a value that is not of the option's ``kind``."""
     # Each word of a command line is a text; in a file it matters that it was one.
@@ -151,7 +170,7 @@ def wrong_kind(source: str, name: str, kind: type, value: Any) -> str:
 COMMAND_LINE = "command line"
 #: Numbers from here on fit into no tensor, nor does infinity into a file of metrics.
 _TOO_LARGE: Any = 2**63
-_KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
 def nearest(given: str, known: Sequence[str]) -> str:

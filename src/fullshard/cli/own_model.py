@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .prediction import Loss, Subject, token_loss
+from .own_loss import NotUnderstood, loss_on_tokens, prepare_for_training
+from .prediction import Loss, Subject
 from .problems import BadInput
 
-__all__ = ["own_subject", "repeated_class"]
+__all__ = ["own_subject", "repeated_class", "step_told"]
 
 #: Code below these folders is not the user's.
 _NOT_OWN = (
@@ -36,7 +37,7 @@ def own_subject(given: str) -> Subject:
     function = _import(given)
     with _told(f"model expects module:function, but {given!r} raised"), torch.device("meta"):
         made = function()
-    model, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, token_loss)
+    model, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, loss_on_tokens)
     if not isinstance(model, nn.Module) or not callable(loss):
         raise BadInput(
             f"model expects a function that returns a module, or a module and its loss, but "
@@ -47,6 +48,7 @@ def own_subject(given: str) -> Subject:
             f"model expects a module to train, but {given!r} returned a {type(model).__name__} "
             "without parameters that require gradients"
         )
+    prepare_for_training(model)
     return Subject(model.to("meta"), _checked_loss(given, loss))
 
 
@@ -67,6 +69,11 @@ def repeated_class(model: nn.Module) -> str | None:
     return max(sizes, key=lambda name: sizes[name], default=None) if any(sizes.values()) else None
 
 
+def step_told(given: str) -> contextlib.AbstractContextManager[None]:
+    """What the model's backward raises inside the context, as bad input."""
+    return _told(f"{given}: a step of the model fails on the meta device")
+
+
 def _import(given: str) -> Callable[[], Any]:
     module_name, _, function_name = given.partition(":")
     if not module_name or not function_name:
@@ -82,27 +89,29 @@ def _import(given: str) -> Callable[[], Any]:
         )
     if not callable(function):
         raise BadInput(
-            f"model expects module:function, but {given!r} is no function but of type "
+            f"model expects module:function, but {given!r} is not a function but a "
             f"{type(function).__name__}"
         )
     return function
 
 
 def _checked_loss(given: str, loss: Loss) -> Loss:
-    """``loss``, of which what it raises and returns is checked."""
+    """``loss``, with checks of what it raises and returns."""
+    is_own = loss is not loss_on_tokens
 
     def checked(model: nn.Module, sequences: int, length: int) -> torch.Tensor:
-        what = "the model fails on tokens" if loss is token_loss else "its loss fails"
-        advice = "; return the model and loss(model, sequences, length)"
-        with _told(
-            f"{given}: {what}, on the meta device, {sequences} x {length}",
-            advice if loss is token_loss else "",
-        ):
-            value = loss(model, sequences, length)
+        size = f"{sequences} x {length}"
+        what = f"its loss fails for {size}" if is_own else f"the model fails on {size} tokens"
+        advice = "" if is_own else "; return the model and loss(model, sequences, length)"
+        try:
+            with _told(f"{given}: {what}, on the meta device", advice):
+                value = loss(model, sequences, length)
+        except NotUnderstood as problem:
+            raise BadInput(f"{given}: {problem}") from None
         if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
             raise BadInput(
-                f"{given}: its loss expects to return one number that depends on the parameters, "
-                f"but returned {_type_of(value)}"
+                f"{given}: the loss must be one number that depends on the parameters, but it is "
+                f"{_type_of(value)}"
             )
         return value
 
@@ -114,6 +123,8 @@ def _told(beginning: str, end: str = "") -> Iterator[None]:
     """What the user's code raises inside the context, as bad input."""
     try:
         yield
+    except (BadInput, NotUnderstood):
+        raise
     except (Exception, SystemExit) as error:
         raise BadInput(f"{beginning}: {_in_one_line(error)}{end}") from None
 

@@ -13,7 +13,7 @@ from fullshard.wrap.description import Description, UnitDescription
 
 from .activations import record_step
 from .memory import Facts, Prediction, Strategy, UnitSizes, predict
-from .model import GPT, next_token_loss
+from .model import GPT, VOCABULARY, next_token_loss
 from .options import Options
 from .sharding import checkpoint_units, compute_dtype, mixed_precision, wrap_policy
 
@@ -31,10 +31,10 @@ class Subject:
     loss: Loss
 
 
-def gpt_subject(options: Options) -> Subject:
-    """The model that ``fullshard train`` trains with these options."""
+def gpt_subject(options: Options, vocabulary: int = VOCABULARY) -> Subject:
+    """The model that ``fullshard train`` trains with these options, on bytes or on other tokens."""
     with torch.device("meta"):
-        return Subject(GPT(options.size(), options.sequence), token_loss)
+        return Subject(GPT(options.size(), options.sequence, vocabulary), token_loss)
 
 
 def token_loss(model: nn.Module, sequences: int, length: int) -> torch.Tensor:

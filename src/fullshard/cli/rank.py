@@ -43,7 +43,8 @@ _BEFORE_THE_PROGRAM = (__file__, runpy.__file__, "<frozen runpy>")
 
 def main(words: Sequence[str]) -> None:
     """Call what is asked for, then run the program as Python itself would."""
-    faulthandler.enable(all_threads=True)
+    if sys.stderr is not None:  # it may be closed
+        faulthandler.enable(all_threads=True)
     end_with_launcher()
     parser = argparse.ArgumentParser(prog="rank.py")
     parser.add_argument("--call", action="append", default=[])

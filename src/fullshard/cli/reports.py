@@ -5,12 +5,12 @@ In a terminal there is a live bar, elsewhere there are plain lines.
 
 from __future__ import annotations
 
+import os
 import shlex
-import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -20,8 +20,11 @@ from fullshard.wrap.render import size_text
 from .data import Text
 from .memory import Parts, Prediction
 from .options import Options
+from .output import Output
 from .picture import draw_losses
 from .run_folder import RunFolder
+from .tensorboard import TensorBoard
+from .words import counted
 
 __all__ = ["Progress", "Reporter", "reporter_for"]
 
@@ -46,7 +49,12 @@ class Reporter:
     """Says nothing: what ranks other than 0 have."""
 
     def introduce(
-        self, text: Text, ranks: int, done: int, units: Description, predicted: Prediction
+        self,
+        text: Text,
+        ranks: int,
+        resumption: Mapping[str, str],
+        units: Description,
+        predicted: Prediction,
     ) -> None:
         """Say what is about to happen."""
 
@@ -78,21 +86,24 @@ def reporter_for(rank: int, options: Options, folder: RunFolder) -> Reporter:
     """A bar where somebody looks, lines where somebody reads later."""
     if rank != 0:
         return Reporter()
-    if sys.stdout.isatty():
+    output = Output()
+    # A dumb terminal cannot draw a line again: there would be no bar until the end.
+    if output.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown"):
         from .live_bar import BarReporter
 
-        return BarReporter(options, folder)
-    return LineReporter(options, folder)
+        return BarReporter(options, folder, output)
+    return LineReporter(options, folder, output)
 
 
 class LineReporter(Reporter):
     """Writes metrics into the run's folder and a line for each to the output."""
 
-    def __init__(self, options: Options, folder: RunFolder) -> None:
+    def __init__(self, options: Options, folder: RunFolder, output: Output) -> None:
         self.options = options
         self.folder = folder
+        self.output = output
         self.predicted: Prediction | None = None
-        self._tensorboard = _tensorboard(folder)
+        self._tensorboard = TensorBoard(folder.tensorboard)
         self._seconds: float | None = None
         self._started = time.perf_counter()
         self._steps_here = 0
@@ -101,7 +112,12 @@ class LineReporter(Reporter):
     # -- before -----------------------------------------------------------------------------------
 
     def introduce(
-        self, text: Text, ranks: int, done: int, units: Description, predicted: Prediction
+        self,
+        text: Text,
+        ranks: int,
+        resumption: Mapping[str, str],
+        units: Description,
+        predicted: Prediction,
     ) -> None:
         self.predicted = predicted
         rows = {
@@ -110,9 +126,8 @@ class LineReporter(Reporter):
             "": "\n".ljust(11).join(_parts_in_words(predicted.peak)),
             "data": text.description,
             "folder": str(self.folder.path),
+            **resumption,
         }
-        if done:
-            rows["resuming"] = f"after step {done:,}"
         self.write("\n".join(f"{name:9} {value}" for name, value in rows.items()) + "\n")
 
     # -- during -----------------------------------------------------------------------------------
@@ -151,10 +166,7 @@ class LineReporter(Reporter):
             "memory_bytes_predicted": self.predicted.total if self.predicted else None,
         }
         self.folder.append_metrics(metrics)
-        if self._tensorboard is not None:
-            for name, value in metrics.items():
-                if name != "step" and value is not None:
-                    self._tensorboard.add_scalar(name, value, progress.step)
+        self._tensorboard.add(metrics, progress.step)
 
     def _smooth(self, seconds: float) -> None:
         # The first steps make what is made once, and one of them is measured: they are slower.
@@ -189,31 +201,32 @@ class LineReporter(Reporter):
 
     def finish(self, sample: str) -> None:
         self.folder.sample.write_text(sample, encoding="utf-8")
-        self._close()
+        undrawn = self._close()
         elapsed = duration_text(time.perf_counter() - self._started)
         if self._losses:
-            first, last = self.folder.read_metrics()[0]["loss"], self._losses[-_AVERAGED:]
+            first, last = self._first_loss(), self._losses[-_AVERAGED:]
             mean = sum(last) / len(last)
-            self.write(
-                f"\nloss      {first:.3f} at first, {mean:.3f} over the last {len(last)} steps"
-            )
+            steps = counted(len(last), "step").removeprefix("1 ")
+            self.write(f"\nloss      {first:.3f} at first, {mean:.3f} over the last {steps}")
         self.write(f"time      {elapsed}")
-        drawn = self.folder.picture.exists()
-        self.write(f"picture   {self.folder.picture if drawn else 'none, without matplotlib'}")
+        self.write(f"picture   {f'none: {undrawn}' if undrawn else self.folder.picture}")
         self.write(f"metrics   {self.folder.metrics}")
         self.write("sample")
         self.write("\n".join(f"  {line}" for line in _printable(sample).split("\n")))
 
-    def _close(self) -> None:
-        metrics = self.folder.read_metrics()
-        if metrics:
-            draw_losses(metrics, self.folder.picture)
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+    def _close(self) -> str:
+        """Draw the picture; returns why there is none, if there is none."""
+        self._tensorboard.close()
+        return draw_losses(self.folder.read_metrics(), self.folder.picture)
+
+    def _first_loss(self) -> float:
+        """The loss of the first step, or of the first of which something is known."""
+        known = [metrics["loss"] for metrics in self.folder.read_metrics() if "loss" in metrics]
+        return float(next(iter([*known, *self._losses])))
 
     def write(self, text: str) -> None:
         """To the output, at once: it may be a file that somebody follows."""
-        print(text, flush=True)
+        print(text, file=self.output, flush=True)
 
 
 def _in_words(options: Options, ranks: int, units: Description) -> dict[str, str]:
@@ -226,9 +239,9 @@ def _in_words(options: Options, ranks: int, units: Description) -> dict[str, str
     how += ["activation checkpointing"] if options.checkpoint_activations else []
     passes = f", {options.accumulate} backward passes each" if options.accumulate > 1 else ""
     return {
-        "model": f"GPT of {units.elements:,} parameters: {size.layers} layers, "
-        f"{size.heads} heads, width {size.width}",
-        "units": f"{len(units.units)}, the largest gathers {size_text(largest)}",
+        "model": f"GPT of {units.elements:,} parameters: {counted(size.layers, 'layer')}, "
+        f"{counted(size.heads, 'head')}, width {size.width}",
+        "units": f"{len(units.units)}, the largest takes {size_text(largest)} unsharded",
         "ranks": f"{ranks} ({device}), {', '.join(how)}",
         "steps": f"{options.steps:,} of {options.batch} x {options.sequence} tokens{passes}",
     }
@@ -240,7 +253,7 @@ def _parts_in_words(predicted: Parts) -> list[str]:
     return [
         f"shards {size_text(predicted.shards)}, gradients {size_text(gradients)}, "
         f"optimizer {size_text(predicted.optimizer)},",
-        f"full buffers {size_text(predicted.full_parameters)}, "
+        f"unsharded parameters {size_text(predicted.full_parameters)}, "
         f"activations {size_text(predicted.activations)}",
     ]
 
@@ -255,12 +268,3 @@ def duration_text(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _tensorboard(folder: RunFolder) -> Any:
-    """A writer of TensorBoard's files, if it is installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder.tensorboard))

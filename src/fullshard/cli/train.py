@@ -17,9 +17,12 @@ import fullshard
 
 from .checks import check_ranks, check_run
 from .launch import default_ranks, launch
+from .model import PRESETS
 from .option_files import read_values
 from .options import COMMAND_LINE, Options, build_options, checked_value
+from .output import Output
 from .problems import BadInput
+from .resumption import check_steps, nothing_left
 from .run_folder import (
     DEFAULT_RUNS,
     RunFolder,
@@ -32,6 +35,7 @@ from .run_folder import (
 from .stopping import StopRequest
 from .training import main as train_on_rank
 from .training import model_facts, start_rank, train, unusable, was_restarted
+from .words import counted
 
 __all__ = ["Request", "run_training"]
 
@@ -67,11 +71,15 @@ def run_training(request: Request) -> int:
     launcher_options = ["--max-restarts", str(request.max_restarts)]
     if request.nodes > 1:
         return launch_on_several_machines(request, launcher_options)
+    finished = nothing_to_do(request)
+    if finished is not None:
+        print(finished, file=Output(), flush=True)
+        return 0
     options, folder = prepare(request, ranks=None)
     command = ["-m", train_on_rank.__module__, str(folder.path)]
     command += ["--resume"] if request.resume else []
     ranks = ranks_here(options)
-    print(f"fullshard train: starting {ranks} rank{'s' * (ranks > 1)}", flush=True)
+    print(f"fullshard train: starting {counted(ranks, 'rank')}", file=Output(), flush=True)
     try:
         return launch(ranks, launcher_options, command)
     finally:
@@ -86,7 +94,10 @@ def check_counts(request: Request) -> None:
     if request.nodes < 1:
         raise BadInput(f"--nodes expects 1 or more, but got {request.nodes}")
     if request.nodes > 1 and request.rendezvous is None:
-        raise BadInput("several --nodes meet at one of them; give it as --rendezvous HOST:PORT")
+        raise BadInput(
+            f"--nodes {request.nodes} needs a place where the machines meet; give one of them as "
+            "--rendezvous HOST:PORT"
+        )
     if request.nodes == 1 and request.rendezvous is not None:
         raise BadInput("--rendezvous is for several machines; say how many with --nodes")
     if request.rendezvous is not None and not _is_place(request.rendezvous):
@@ -126,13 +137,18 @@ def train_as_rank(request: Request) -> None:
     told: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            told = [prepare(request, dist.get_world_size())]
+            told = [nothing_to_do(request) or prepare(request, dist.get_world_size())]
         except BadInput as problem:
             told = [problem]
     dist.broadcast_object_list(told)
     if isinstance(told[0], BadInput):
         _leave_together()
         raise told[0]
+    if isinstance(told[0], str):
+        if dist.get_rank() == 0:
+            print(told[0], file=Output(), flush=True)
+        _leave_together()
+        return
     options, folder = told[0]
     with StopRequest() as stop:
         train(options, folder, goes_on(request), stop)
@@ -172,6 +188,18 @@ def prepare(request: Request, ranks: int | None) -> tuple[Options, RunFolder]:
     return options, folder
 
 
+def nothing_to_do(request: Request) -> str | None:
+    """What to say of a run that is to continue and has nothing left to do; None for all others."""
+    if not request.resume:
+        return None
+    options, folder = resolve(request)
+    saved = folder.newest_checkpoint()
+    if saved is None:
+        return None
+    before = build_options(folder.values(), str(folder.config))
+    return nothing_left(folder, before, options, saved.step)
+
+
 def goes_on(request: Request) -> bool:
     """Whether an earlier run is continued."""
     return request.resume or was_restarted()
@@ -190,6 +218,13 @@ def resolve(request: Request) -> tuple[Options, RunFolder]:
 
 def given_values(request: Request) -> dict[str, Any]:
     """What the TOML file says, and over it what the flags say."""
+    model = request.flags.get("model", "")
+    if ":" in model:
+        raise BadInput(
+            f"train trains a GPT of its own, one of {', '.join(PRESETS)}, but got --model {model}; "
+            f"plan a model of your own with fullshard plan --model {model}, and train it with a "
+            "program of your own and fullshard run"
+        )
     flags = {n: checked_value(n, v, COMMAND_LINE) for n, v in request.flags.items()}
     return {**(read_values(request.config) if request.config else {}), **flags}
 
@@ -209,6 +244,7 @@ def check_same_model(folder: RunFolder, options: Options) -> None:
                 f"{saved.path} is a checkpoint of another model: its {name} is {found}, but "
                 f"{wanted} was asked for; leave --{name} out, or start a new run"
             )
+    check_steps(folder, options, saved.step)
 
 
 def ranks_here(options: Options) -> int:

@@ -26,11 +26,13 @@ from fullshard import CPUOffload, FullyShardedDataParallel
 from .data import Text, read_text
 from .measure import Measured, watch_step
 from .model import GPT, initialize, next_token_loss
-from .options import Options
+from .options import Options, build_options
+from .output import Output
 from .prediction import gpt_subject, predict_memory
 from .problems import BadInput
 from .rates import learning_rate
 from .reports import Progress, reporter_for
+from .resumption import resumption_in_words
 from .run_folder import RunFolder, skipped_in_silence
 from .sampling import sample_text
 from .sharding import STRATEGIES, checkpoint_units, mixed_precision, wrap_policy
@@ -57,10 +59,13 @@ def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) 
 
     reporter = reporter_for(rank, options, folder)
     if rank == 0:
+        before = build_options(folder.values(), str(folder.config))
+        resumption = resumption_in_words(before, options, done)
         folder.accept_options()
         folder.forget_metrics_after(done)
         subject = gpt_subject(options)
-        reporter.introduce(text, ranks, done, *predict_memory(subject, options, ranks, device))
+        memory_of_step = predict_memory(subject, options, ranks, device)
+        reporter.introduce(text, ranks, resumption, *memory_of_step)
 
     step = done
     memory: int | None = None
@@ -233,7 +238,7 @@ def load(
         return 0
     if dist.get_rank() == 0:
         for reason in found.skipped:
-            print(f"skipped   {reason}", flush=True)
+            print(f"skipped   {reason}", file=Output(), flush=True)
     return found.step
 
 
