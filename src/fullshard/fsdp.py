@@ -25,6 +25,7 @@ from .engine.process_groups import ProcessGroups, resolve_groups
 from .engine.schedule import Schedule
 from .engine.suitability import check_modules, check_one_device, note_pieces, note_places
 from .engine.unit import Unit, UnitOptions
+from .engine.untraced import untraced, untraced_itself
 from .facts import TrainingState, UnitFacts
 from .forward_method import ForwardMethod
 from .gradient_methods import GradientMethods
@@ -32,7 +33,6 @@ from .state.full_params import summon
 from .state.initialize import check_initializable
 from .state.optim_state_dicts import OptimStateDicts
 from .state.state_dicts import StateDicts
-from .traced import run_traced
 from .wrap import (
     collector_paused,
     find_misfits,
@@ -218,12 +218,14 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
 
     # -- a step ---------------------------------------------------------------------------------
 
+    @untraced_itself
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with full parameters in place."""
-        if torch.compiler.is_dynamo_compiling():
-            return run_traced(self, self.module, args, kwargs)
-        return self._run(self.module, args, kwargs)
+        # Not self.module, a frame of its own to Dynamo.
+        module: Any = self._modules[WRAPPED_MODULE]
+        return self._run(module, args, kwargs)
 
+    @untraced_itself
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         schedule = self._schedule or self._start()
         unit = self._unit
@@ -233,13 +235,12 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
             output = function(*args, **kwargs)
             return self._after_module(schedule, output, call)
         except BaseException as error:
-            schedule.abandon(unit)
-            note_places(error, unit, (args, kwargs))
-            note_pieces(error, (other._unit for other in self.fsdp_modules(self.module)))
+            self._abandon(schedule, error, (args, kwargs))
             raise
         finally:
             schedule.leave(unit)
 
+    @untraced
     def _before_module(
         self, schedule: Schedule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -263,11 +264,18 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
         call = schedule.before_module(unit, exact, (args, kwargs))
         return args, kwargs, call
 
+    @untraced
     def _after_module(self, schedule: Schedule, output: Any, call: Any) -> Any:
         output = schedule.after_module(self._unit, output, call)
         if self._exempt and self._outside_dtype is not None:
             output = cast_floating(output, self._outside_dtype)
         return output
+
+    @untraced
+    def _abandon(self, schedule: Schedule, error: BaseException, inputs: Any) -> None:
+        schedule.abandon(self._unit)
+        note_places(error, self._unit, inputs)
+        note_pieces(error, (other._unit for other in self.fsdp_modules(self.module)))
 
     @property
     def _own_dtype(self) -> torch.dtype | None:
@@ -279,6 +287,7 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
     #: What an exempt module is called with, among modules that compute in low precision.
     _outside_dtype: torch.dtype | None = None
 
+    @untraced
     def _start(self) -> Schedule:
         """Become the root of the units below, at the first forward."""
         modules = self.fsdp_modules(self)

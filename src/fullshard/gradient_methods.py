@@ -11,6 +11,7 @@ from torch import nn
 
 from .engine.schedule import Schedule
 from .engine.unit import Unit
+from .engine.untraced import untraced
 from .grad.clip import clip_grad_norm
 from .grad.hooks import register
 
@@ -61,6 +62,7 @@ class GradientMethods(nn.Module):
         for unit in self._units() if recurse else [self._unit]:
             unit.synchronizes = requires_gradient_sync
 
+    @untraced
     def clip_grad_norm_(
         self, max_norm: float | torch.Tensor, norm_type: float = 2.0
     ) -> torch.Tensor:

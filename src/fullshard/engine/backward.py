@@ -26,6 +26,7 @@ from .progress import Call, Progress
 from .reduction import Reduction
 from .residents import Residents
 from .unit import State, Unit
+from .untraced import untraced
 
 #: Seconds for which a backward that has raised may still be cleaned up, by another thread.
 _PATIENCE = 0.5
@@ -91,6 +92,7 @@ class Backward:
 
     # -- what autograd tells ------------------------------------------------------------------
 
+    @untraced
     def on_output_gradient(self, unit: Unit, exact: bool, call: Call | None, found: Any) -> None:
         """A gradient reached an output of the unit: it needs its parameters."""
         if unit.summoned:
@@ -123,6 +125,7 @@ class Backward:
         if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch(unit)
 
+    @untraced
     def on_input_gradients(self, unit: Unit, of_call: weakref.ref[Call], _: Any) -> None:
         """The gradients of a forward's inputs are there: maybe nothing of it is left to compute.
 
@@ -167,6 +170,7 @@ class Backward:
                 self._pending_graphs.add(graph)
                 node.register_prehook(hook)
 
+    @untraced
     def _go_through(self, graph: _MadeGraph, _: Any) -> None:
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self._pending_graphs.discard(graph)

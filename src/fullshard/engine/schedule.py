@@ -23,6 +23,7 @@ from .residents import Residents
 from .side_outputs import SideOutputs
 from .structures import hold_containers, list_tensors, replace_tensors, tensors_in
 from .unit import State, Unit
+from .untraced import untraced
 
 #: What a module is called with, by position and by name.
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -113,6 +114,7 @@ class Schedule:
 
     # -- forward ------------------------------------------------------------------------------
 
+    @untraced
     def enter(self, unit: Unit) -> None:
         """A unit's forward begins. Always paired with :meth:`leave`."""
         if self._depth == 0 and not in_backward():
@@ -264,6 +266,7 @@ class Schedule:
             for other in [unit] if self._depth > 1 else [unit, *self._residents.all()]:
                 self._residents.shelve(other)
 
+    @untraced
     def leave(self, unit: Unit) -> None:
         """A unit's forward is over, one way or the other."""
         self._depth -= 1
