@@ -23,6 +23,7 @@ from .engine.places import WRAPPED_MODULE, clean_tensor_name
 from .engine.precision import BufferPrecision, cast_floating, floating_dtype, move
 from .engine.process_groups import ProcessGroups, resolve_groups
 from .engine.schedule import Schedule
+from .engine.stand_ins import refuse_beside
 from .engine.suitability import check_modules, check_one_device, note_pieces, note_places
 from .engine.unit import Unit, UnitOptions
 from .engine.untraced import untraced, untraced_itself
@@ -196,6 +197,13 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
             if name == WRAPPED_MODULE:
                 raise
             return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and "_unit" in self.__dict__:
+            for handle in self._unit.handles:
+                if not handle.use_orig_params:
+                    refuse_beside(self.module, name, handle.places)
+        super().__setattr__(name, value)
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
