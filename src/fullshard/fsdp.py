@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Joinable
 
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, adopt
 from .construction import Initial, Material, construct_unit, strategy_for
@@ -34,6 +35,7 @@ from .state.full_params import summon
 from .state.initialize import check_initializable
 from .state.optim_state_dicts import OptimStateDicts
 from .state.state_dicts import StateDicts
+from .uneven import UnevenInputs
 from .wrap import (
     collector_paused,
     find_misfits,
@@ -47,7 +49,9 @@ from .wrap import (
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, UnitFacts):
+class FullyShardedDataParallel(
+    GradientMethods, StateDicts, OptimStateDicts, UnevenInputs, UnitFacts
+):
     """Shards a module's parameters, gradients and optimizer state over data-parallel ranks.
 
     >>> model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
@@ -442,7 +446,13 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
     def __getstate__(self) -> dict[str, Any]:
         if self._schedule is not None:
             self._schedule.rest()
-        return {**self.__dict__, "_schedule": None, "_is_root": None, "_enclosing": None}
+        return {
+            **self.__dict__,
+            "_schedule": None,
+            "_is_root": None,
+            "_enclosing": None,
+            "_joined": None,
+        }
 
 
 def _show_public_arguments(function: Any) -> None:
@@ -453,6 +463,8 @@ def _show_public_arguments(function: Any) -> None:
 
 
 _show_public_arguments(FullyShardedDataParallel.__init__)
+# Not a base class: its metaclass would make every isinstance() of a wrapper slower.
+Joinable.register(FullyShardedDataParallel)
 
 
 class UnshardHandle:

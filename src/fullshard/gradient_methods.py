@@ -72,6 +72,8 @@ class GradientMethods(nn.Module):
         ranks, between backward and the optimizer's step.
         """
         schedule = self._schedule or self._outermost()._start()
+        if self._unit.joining is not None:
+            self._unit.joining.tell("clip", detail=(float(max_norm), float(norm_type)))
         return clip_grad_norm(self, schedule, self._units(), max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:

@@ -22,6 +22,7 @@ from .autograd import BackwardEnd, in_backward, is_handed_out
 from .comm_hook import settle_by_vote
 from .device import HostLines
 from .gradients import Gradients
+from .joining import Joining
 from .progress import Call, Progress
 from .reduction import Reduction
 from .residents import Residents
@@ -68,6 +69,8 @@ class Backward:
         self._pending: Unit | None = None
         #: The unit whose gradients a host reduces behind what it computes.
         self._in_flight: Unit | None = None
+        #: Tells ranks that have run out of data what is done; inside of ``Join``.
+        self.joining: Joining | None = None
         self._reduced: dict[Unit, None] = {}
         self._with_local_gradients: dict[Unit, None] = {}
         for unit in units:
@@ -302,6 +305,8 @@ class Backward:
                 unit.reduction.stage_kept()
                 unit.reduction.reduce()
                 del self._with_local_gradients[unit]
+        if self.joining is not None:
+            self.joining.tell("finish")
         self._lines.compute_after_reduces()
         reduced = [unit.reduction for unit in self._reduced]
         if self.offloads:
