@@ -144,10 +144,10 @@ class _JoinHook(JoinHook):
         else:
             raise AssertionError(f"No such word: {verb}")
 
-    def _clear_gradients(self) -> None:
-        """Clear what has been stepped with, as the others do before the next backward or after."""
+    def _clear_gradients(self, to_zero: bool) -> None:
+        """Clear what has been stepped with, as the others have done in the meantime."""
         for number in self.joining.stepped:
-            self._optimizers[number].zero_grad(set_to_none=True)
+            self._optimizers[number].zero_grad(set_to_none=not to_zero)
         self.joining.stepped.clear()
 
     def post_hook(self, is_last_joiner: bool) -> None:

@@ -46,9 +46,9 @@ class Reference:
         (sum(losses.values(), torch.zeros(())) / divide_by).backward()
         return {rank: loss.detach() for rank, loss in losses.items()}
 
-    def step(self) -> None:
+    def step(self, set_to_none: bool = True) -> None:
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none)
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -71,7 +71,11 @@ def assert_same(model: FSDP, reference: Reference, **tolerances: float) -> None:
 
 
 def train(
-    model: FSDP, optimizer: torch.optim.Optimizer, batches: list[int], **arguments: Any
+    model: FSDP,
+    optimizer: torch.optim.Optimizer,
+    batches: list[int],
+    set_to_none: bool = True,
+    **arguments: Any,
 ) -> list[torch.Tensor]:
     losses = []
     with Join([model], optimizer=optimizer, **arguments):
@@ -79,7 +83,7 @@ def train(
             loss = loss_of(model, dist.get_rank(), step)
             loss.backward()
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none)
             losses.append(loss.detach())
     return losses
 
@@ -247,13 +251,16 @@ class Changing(Net):
         return self.head(x)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NO])
 @ranks(2)
-def test_models_that_run_other_units_in_every_step_are_followed(strategy: ShardingStrategy) -> None:
+def test_models_that_run_other_units_in_every_step_are_followed(
+    strategy: ShardingStrategy, set_to_none: bool
+) -> None:
     batches = [2, 8]
     model, optimizer = wrap(Changing, sharding_strategy=strategy, use_orig_params=True)
     reference = Reference(Changing, batches)
-    train(model, optimizer, batches)
+    train(model, optimizer, batches, set_to_none)
     for step in range(max(batches)):
         calls = reference.model.calls
         losses = []
@@ -261,7 +268,7 @@ def test_models_that_run_other_units_in_every_step_are_followed(strategy: Shardi
             reference.model.calls = calls
             losses.append(loss_of(reference.model, rank, step))
         (sum(losses, torch.zeros(())) / 2).backward()
-        reference.step()
+        reference.step(set_to_none)
     assert_same(model, reference)
 
 

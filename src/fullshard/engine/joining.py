@@ -159,6 +159,13 @@ class Joining:
         if verb == "finish":
             self.stepped.clear()
 
+    def tell_of_reduce(self, unit: Unit) -> None:
+        """Say that gradients are reduced, and whether the optimizer left some: that were zeroed."""
+        if self._tells:
+            handles = (handle for each in self._units for handle in each.handles)
+            left = any(p.grad is not None for handle in handles for p in handle.watched)
+            self.tell("reduce", unit, left)
+
     def _count(self, tensor: torch.Tensor) -> None:
         """``Join`` is about to count: whatever was going on is over."""
         self._counted = tensor

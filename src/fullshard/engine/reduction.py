@@ -150,7 +150,7 @@ class Reduction:
     def _tell(self) -> None:
         joining = self._unit.joining
         if joining is not None:
-            joining.tell("reduce", self._unit)
+            joining.tell_of_reduce(self._unit)
 
     def _scaled(self, reduced: torch.Tensor) -> torch.Tensor:
         return reduced if self.rescale == 1.0 else reduced.mul_(self.rescale)
