@@ -93,7 +93,7 @@ class _JoinHook(JoinHook):
         self._schedulers = schedulers
         self._schedule = model._schedule or model._start()
         self.joining = Joining(
-            _all_ranks(model._unit), self._schedule.units, self._notify, by_active=not by_initial
+            _all_ranks(model._unit), self._schedule.units, self._notify, self.leave, not by_initial
         )
         self._schedule.join(self.joining)
         self._follower = Follower(self._schedule, self._obey, self._clear_gradients)

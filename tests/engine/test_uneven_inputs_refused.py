@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from torch.distributed.algorithms.join import Join, Joinable
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.grad.scaler import ShardedGradScaler
 from fullshard.testing import ranks
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "original-parameters.md"
 
 
 @ranks(2)
@@ -92,11 +96,29 @@ def test_all_ranks_can_be_made_to_raise_when_one_runs_out_of_data() -> None:
             for step in own_steps(batches):
                 loss_of(model, dist.get_rank(), step).backward()
                 optimizer.step()
+                model.state_dict()
                 done.append(step)
 
     with pytest.raises(RuntimeError, match="exhausted"):
         train()
     assert done == [0, 1]
+    assert model._unit.joining is None
+    loss_of(model, dist.get_rank(), 2).backward()
+
+
+@ranks(2)
+def test_the_example_of_the_documents_runs() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8").split("## Uneven numbers of batches")[1]
+    block = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert block is not None
+    names: dict[str, Any] = {}
+
+    exec(block.group(1), names)
+
+    assert names["scheduler"].last_epoch == 5
+    assert names["optimizer"].param_groups[0]["lr"] == pytest.approx(1e-2)
+    states = names["optimizer"].state.values()
+    assert [state["step"].item() for state in states] == [5]
 
 
 @ranks(2)

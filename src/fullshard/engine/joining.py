@@ -124,13 +124,20 @@ class Joining:
     """One rank in a ``Join``: what it is told, or tells the others."""
 
     def __init__(
-        self, group: Group, units: Sequence[Unit], notify: Callable[[], Any], by_active: bool
+        self,
+        group: Group,
+        units: Sequence[Unit],
+        notify: Callable[[], Any],
+        terminated: Callable[[], None],
+        by_active: bool,
     ) -> None:
         self.group = group
         self.counting_group = CountingGroup(group.group, self._count)
         self._units = list(units)
         self._index = {unit: index for index, unit in enumerate(units)}
         self._notify = notify
+        self._terminated = terminated
+        self._notifies = False
         self._by_active = by_active
         self._channel = _Channel(group.group)
         self._tells = False
@@ -142,7 +149,15 @@ class Joining:
 
     def begin_pass(self) -> None:
         """A forward begins: say that this rank has data, and learn whether others have none."""
-        work = self._notify()
+        self._notifies, self._counted = True, None
+        try:
+            work = self._notify()
+        except BaseException:
+            # Another rank has run out of data, and all were to be told by an exception.
+            self._terminated()
+            raise
+        finally:
+            self._notifies = False
         if work is None:
             return
         self.group.wait(Started(work))
@@ -168,9 +183,14 @@ class Joining:
 
     def _count(self, tensor: torch.Tensor) -> None:
         """``Join`` is about to count: whatever was going on is over."""
-        self._counted = tensor
+        if self._counted is None:
+            # What follows, if all are to raise when one runs out of data, is no count.
+            self._counted = tensor
         self.tell("end")
         self._tells = False
+        if not self._notifies and tensor.item() == 1:
+            # Not a count: this rank has run out of data, and tells the others by an exception.
+            self._terminated()
 
     # -- all ranks ----------------------------------------------------------------------------
 
