@@ -6,9 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from .traced import run_traced
+from .engine.untraced import untraced_itself
 
 if TYPE_CHECKING:
     from .fsdp import FullyShardedDataParallel
@@ -26,7 +24,6 @@ class ForwardMethod:
         self._wrapper = wrapper
         self._method = method
 
+    @untraced_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return run_traced(self._wrapper, self._method, args, kwargs)
         return self._wrapper._run(self._method, args, kwargs)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Joinable
 
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, adopt
 from .construction import Initial, Material, construct_unit, strategy_for
@@ -23,8 +24,10 @@ from .engine.places import WRAPPED_MODULE, clean_tensor_name
 from .engine.precision import BufferPrecision, cast_floating, floating_dtype, move
 from .engine.process_groups import ProcessGroups, resolve_groups
 from .engine.schedule import Schedule
+from .engine.stand_ins import refuse_beside
 from .engine.suitability import check_modules, check_one_device, note_pieces, note_places
 from .engine.unit import Unit, UnitOptions
+from .engine.untraced import untraced, untraced_itself
 from .facts import TrainingState, UnitFacts
 from .forward_method import ForwardMethod
 from .gradient_methods import GradientMethods
@@ -32,7 +35,7 @@ from .state.full_params import summon
 from .state.initialize import check_initializable
 from .state.optim_state_dicts import OptimStateDicts
 from .state.state_dicts import StateDicts
-from .traced import run_traced
+from .uneven import UnevenInputs
 from .wrap import (
     collector_paused,
     find_misfits,
@@ -46,7 +49,9 @@ from .wrap import (
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, UnitFacts):
+class FullyShardedDataParallel(
+    GradientMethods, StateDicts, OptimStateDicts, UnevenInputs, UnitFacts
+):
     """Shards a module's parameters, gradients and optimizer state over data-parallel ranks.
 
     >>> model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
@@ -197,6 +202,13 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
                 raise
             return getattr(self.module, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and "_unit" in self.__dict__:
+            for handle in self._unit.handles:
+                if not handle.use_orig_params:
+                    refuse_beside(self.module, name, handle.places)
+        super().__setattr__(name, value)
+
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
 
@@ -224,12 +236,14 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
 
     # -- a step ---------------------------------------------------------------------------------
 
+    @untraced_itself
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with full parameters in place."""
-        if torch.compiler.is_dynamo_compiling():
-            return run_traced(self, self.module, args, kwargs)
-        return self._run(self.module, args, kwargs)
+        # Not self.module, a frame of its own to Dynamo.
+        module: Any = self._modules[WRAPPED_MODULE]
+        return self._run(module, args, kwargs)
 
+    @untraced_itself
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         schedule = self._schedule or self._start()
         unit = self._unit
@@ -239,13 +253,12 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
             output = function(*args, **kwargs)
             return self._after_module(schedule, output, call)
         except BaseException as error:
-            schedule.abandon(unit)
-            note_places(error, unit, (args, kwargs))
-            note_pieces(error, (other._unit for other in self.fsdp_modules(self.module)))
+            self._abandon(schedule, error, (args, kwargs))
             raise
         finally:
             schedule.leave(unit)
 
+    @untraced
     def _before_module(
         self, schedule: Schedule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -269,11 +282,18 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
         call = schedule.before_module(unit, exact, (args, kwargs))
         return args, kwargs, call
 
+    @untraced
     def _after_module(self, schedule: Schedule, output: Any, call: Any) -> Any:
         output = schedule.after_module(self._unit, output, call)
         if self._exempt and self._outside_dtype is not None:
             output = cast_floating(output, self._outside_dtype)
         return output
+
+    @untraced
+    def _abandon(self, schedule: Schedule, error: BaseException, inputs: Any) -> None:
+        schedule.abandon(self._unit)
+        note_places(error, self._unit, inputs)
+        note_pieces(error, (other._unit for other in self.fsdp_modules(self.module)))
 
     @property
     def _own_dtype(self) -> torch.dtype | None:
@@ -285,6 +305,7 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
     #: What an exempt module is called with, among modules that compute in low precision.
     _outside_dtype: torch.dtype | None = None
 
+    @untraced
     def _start(self) -> Schedule:
         """Become the root of the units below, at the first forward."""
         modules = self.fsdp_modules(self)
@@ -431,7 +452,13 @@ class FullyShardedDataParallel(GradientMethods, StateDicts, OptimStateDicts, Uni
     def __getstate__(self) -> dict[str, Any]:
         if self._schedule is not None:
             self._schedule.rest()
-        return {**self.__dict__, "_schedule": None, "_is_root": None, "_enclosing": None}
+        return {
+            **self.__dict__,
+            "_schedule": None,
+            "_is_root": None,
+            "_enclosing": None,
+            "_joined": None,
+        }
 
 
 def _show_public_arguments(function: Any) -> None:
@@ -442,6 +469,8 @@ def _show_public_arguments(function: Any) -> None:
 
 
 _show_public_arguments(FullyShardedDataParallel.__init__)
+# Not a base class: its metaclass would make every isinstance() of a wrapper slower.
+Joinable.register(FullyShardedDataParallel)
 
 
 class UnshardHandle:

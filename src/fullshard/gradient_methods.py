@@ -11,6 +11,7 @@ from torch import nn
 
 from .engine.schedule import Schedule
 from .engine.unit import Unit
+from .engine.untraced import untraced
 from .grad.clip import clip_grad_norm
 from .grad.hooks import check_fits_some_unit, register
 
@@ -61,6 +62,7 @@ class GradientMethods(nn.Module):
         for unit in self._units() if recurse else [self._unit]:
             unit.synchronizes = requires_gradient_sync
 
+    @untraced
     def clip_grad_norm_(
         self, max_norm: float | torch.Tensor, norm_type: float = 2.0
     ) -> torch.Tensor:
@@ -70,6 +72,8 @@ class GradientMethods(nn.Module):
         ranks, between backward and the optimizer's step.
         """
         schedule = self._schedule or self._outermost()._start()
+        if self._unit.joining is not None:
+            self._unit.joining.tell("clip", detail=(float(max_norm), float(norm_type)))
         return clip_grad_norm(self, schedule, self._units(), max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:

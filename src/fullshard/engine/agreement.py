@@ -219,6 +219,15 @@ class Agreement:
             self._store.delete_key(self._previous_key)
             self._store.delete_key(f"{self._previous_key}/go")
 
+    def look_around(self, waited: float) -> None:
+        """Wait on, for a word of another rank; raises what the ranks disagree on."""
+        if waited < PATIENCE:
+            return
+        time.sleep(_LOOK_EVERY)
+        self._look(waited)
+        if waited > self._timeout:
+            raise RanksDisagreeError(f"Waited {waited:.0f} s for ranks that still have data")
+
     def _look(self, waited: float, pending: Operation | None = None) -> None:
         """Post where this rank is, read where the others are, raise what they disagree on."""
         history = [*self._recent] if pending is None else [*self._recent, (self._count, pending)]

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from .untraced import untraced
+
 #: What can be made without anything else, and takes a number as all nodes do.
 _AnyNode = torch._C._functions.UndefinedGrad
 
@@ -34,6 +36,7 @@ class _HandOut(torch.autograd.Function):
         return tuple(view.detach() for view in views)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
         ctx.receiver(gradients)
         return None, None, None
@@ -108,6 +111,7 @@ class BackwardEnd:
         self._failed: Callable[[], None] | None = failed
         torch.autograd.Variable._execution_engine.queue_callback(self)
 
+    @untraced
     def __call__(self) -> None:
         failed, self._failed = self._failed, None
         try:

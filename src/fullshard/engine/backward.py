@@ -22,10 +22,12 @@ from .autograd import BackwardEnd, in_backward, is_handed_out
 from .comm_hook import settle_by_vote
 from .device import HostLines
 from .gradients import Gradients
+from .joining import Joining
 from .progress import Call, Progress
 from .reduction import Reduction
 from .residents import Residents
 from .unit import State, Unit
+from .untraced import untraced
 
 #: Seconds for which a backward that has raised may still be cleaned up, by another thread.
 _PATIENCE = 0.5
@@ -67,6 +69,8 @@ class Backward:
         self._pending: Unit | None = None
         #: The unit whose gradients a host reduces behind what it computes.
         self._in_flight: Unit | None = None
+        #: Tells ranks that have run out of data what is done; inside of ``Join``.
+        self.joining: Joining | None = None
         self._reduced: dict[Unit, None] = {}
         self._with_local_gradients: dict[Unit, None] = {}
         for unit in units:
@@ -91,6 +95,7 @@ class Backward:
 
     # -- what autograd tells ------------------------------------------------------------------
 
+    @untraced
     def on_output_gradient(self, unit: Unit, exact: bool, call: Call | None, found: Any) -> None:
         """A gradient reached an output of the unit: it needs its parameters."""
         if unit.summoned:
@@ -123,6 +128,7 @@ class Backward:
         if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch(unit)
 
+    @untraced
     def on_input_gradients(self, unit: Unit, of_call: weakref.ref[Call], _: Any) -> None:
         """The gradients of a forward's inputs are there: maybe nothing of it is left to compute.
 
@@ -167,6 +173,7 @@ class Backward:
                 self._pending_graphs.add(graph)
                 node.register_prehook(hook)
 
+    @untraced
     def _go_through(self, graph: _MadeGraph, _: Any) -> None:
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self._pending_graphs.discard(graph)
@@ -298,6 +305,8 @@ class Backward:
                 unit.reduction.stage_kept()
                 unit.reduction.reduce()
                 del self._with_local_gradients[unit]
+        if self.joining is not None:
+            self.joining.tell("finish")
         self._lines.compute_after_reduces()
         reduced = [unit.reduction for unit in self._reduced]
         if self.offloads:

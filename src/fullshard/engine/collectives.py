@@ -58,6 +58,8 @@ class Group:
         self._from_each = [_broadcast_from(rank) for rank in range(self.size)] if self._gloo else []
         if self._gloo:
             leave_time_at_exit()
+        #: Raises for what other ranks could not follow: see ``joining.py``.
+        self.refuse: Callable[[str, str], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self
@@ -83,6 +85,8 @@ class Group:
 
     def _settle(self, asked: tuple[str, str, int], begins_pass: bool = False) -> None:
         assert self._agreement is not None
+        if self.refuse is not None:
+            self.refuse(*asked[:2])
         try:
             self._agreement.settle(asked, begins_pass)
         except BaseException:

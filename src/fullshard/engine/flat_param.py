@@ -22,6 +22,7 @@ from .flattening import check_uniform, cuts, flat_stride, flattened, own_part
 from .layout import FlatParamShardMetadata, Layout, Piece, alignment_elements
 from .places import Place, find_places
 from .presence import Presence
+from .stand_ins import refuse_stand_ins
 from .tensor_parallel import Distribution, distributions_of, local_part
 
 #: Environment variables, by the names under which programs look them up.
@@ -230,6 +231,7 @@ class FlatParamHandle:
             if found is not None:
                 self.params[index] = found
         if not self.use_orig_params:
+            refuse_stand_ins(self.places, self.sharded)
             flat: Any = self.module._parameters["_flat_param"]
             self.flat_param = flat
         shard = convert(self.shard_tensor)
@@ -360,6 +362,7 @@ class FlatParamHandle:
         return next((each[0] for each in places), self.module)
 
     def _take_over_flat(self) -> None:
+        refuse_stand_ins(self.places, self.sharded)
         flat = self.flat_param.data
         check_shape("parameter", self.module, self.shard_tensor, flat)
         # Into the memory that full parameters were made for, and that autograd may have saved.

@@ -18,11 +18,13 @@ from ..api import BackwardPrefetch
 from .autograd import holds_reentrant_checkpoint, in_backward, is_handed_out
 from .backward import Backward
 from .device import lines_for
+from .joining import Joining
 from .progress import Call
 from .residents import Residents
 from .side_outputs import SideOutputs
 from .structures import hold_containers, list_tensors, replace_tensors, tensors_in
 from .unit import State, Unit
+from .untraced import untraced
 
 #: What a module is called with, by position and by name.
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -39,6 +41,7 @@ class Schedule:
         self._progress = self._residents.progress
         self._lines = lines_for(root.device)
         self._backward = Backward(self.units, self._residents, self._lines)
+        self._joining: Joining | None = None
         self._depth = 0
         self._order: list[Unit] = []
         self._previous_order: list[Unit] = []
@@ -123,6 +126,7 @@ class Schedule:
 
     # -- forward ------------------------------------------------------------------------------
 
+    @untraced
     def enter(self, unit: Unit) -> None:
         """A unit's forward begins. Always paired with :meth:`leave`."""
         if self._depth == 0 and not in_backward():
@@ -147,7 +151,7 @@ class Schedule:
             self._lines.gather_after_compute()
         if progress.prefetched:
             # Its gather was a guess; that all ranks run the unit has yet to be seen.
-            unit.shards.agree("run", unit.name)
+            unit.agree_to_run()
         self._residents.gather(unit, exact)
         if self._prefetches_forward(unit):
             self._prefetch_forward(exact)
@@ -276,6 +280,7 @@ class Schedule:
             for other in [unit] if self._depth > 1 else [unit, *self._residents.all()]:
                 self._residents.shelve(other)
 
+    @untraced
     def leave(self, unit: Unit) -> None:
         """A unit's forward is over, one way or the other."""
         self._depth -= 1
@@ -307,7 +312,17 @@ class Schedule:
         if enclosing is not None and enclosing.side_outputs is not None:
             enclosing.side_outputs.note(aside)
 
+    def join(self, joining: Joining | None) -> None:
+        """Have ranks that run out of data told of what is done, or no longer."""
+        self._joining = self._backward.joining = joining
+        for unit in self.units:
+            unit.joining = joining
+
     def _begin_pass(self, unit: Unit) -> None:
+        if self._joining is not None:
+            self._joining.begin_pass()
+        elif unit.shards.refuse is not None:
+            unit.shards.refuse("pass of another model", unit.name)
         unit.begin_pass()
         self._residents.begin_pass()
         self._lines.gather_after_compute()

@@ -15,6 +15,7 @@ from torch import nn
 from .build import own_modules
 from .structures import tensors_in
 from .unit import Unit
+from .untraced import untraced
 
 #: What ``nn.Module`` keeps for itself.
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -139,7 +140,7 @@ class _Watch:
     def __reduce__(self) -> Any:
         return _Watch, ()
 
-    @torch._disable_dynamo
+    @untraced
     def __call__(self, module: nn.Module, *shown: Any) -> None:
         side_outputs = self.watcher()
         if side_outputs is not None:

@@ -16,7 +16,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +31,9 @@ from .flat_param import FlatParamHandle
 from .gradients import Gradients
 from .reduction import Reduction
 from .started import Started, lost
+
+if TYPE_CHECKING:
+    from .joining import Joining
 
 #: How many sets of trainable parameters a unit remembers nodes for.
 _PATTERNS_KEPT = 8
@@ -120,6 +123,8 @@ class Unit:
         #: Whether some of the full parameters that were last tracked are frozen.
         self.is_mixed = False
         self._nodes: dict[Any, _Tracked] = {}
+        #: Tells ranks that have run out of data what is done to the unit; inside of ``Join``.
+        self.joining: Joining | None = None
         self._changes: list[int] = []
         #: The full parameters in place, one list per group.
         self._shown: list[list[torch.Tensor]] = []
@@ -130,6 +135,7 @@ class Unit:
             **self.__dict__,
             "on_gradients": None,
             "pre_hooks": {},
+            "joining": None,
             "_gathers": [],
             "gathered": [],
             "_nodes": {},
@@ -180,6 +186,8 @@ class Unit:
         """Begin to fill the full buffers; no-op when they are full or being filled."""
         if self.state is not State.SHARDED:
             return
+        if self.joining is not None:
+            self.joining.tell("gather", self, exact)
         lines = self.lines
         self.exact = exact
         self.gathered = [handle.buffer(self._dtype(handle, exact)) for handle in self.handles]
@@ -259,8 +267,20 @@ class Unit:
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
         if not self.synchronizes:
             kind += " without synchronization"
+        if self.joining is not None:
+            self.joining.tell("begin", self, kind)
+        self.agree_on_pass(kind)
+
+    def agree_on_pass(self, kind: str) -> None:
+        """Agree on this kind of pass, which may be one of other ranks."""
         for group in filter(None, (self.shards, self.copies)):
             group.begin_pass(kind, self.name)
+
+    def agree_to_run(self) -> None:
+        """Agree with the other ranks that the unit, which was gathered on a guess, runs."""
+        if self.joining is not None:
+            self.joining.tell("run", self)
+        self.shards.agree("run", self.name)
 
     def show_full(self, tracked: bool) -> None:
         """Put full parameters in place; ``tracked`` ones lead autograd to the unit's reduce."""

@@ -19,6 +19,7 @@ from ..engine.device import lines_for
 from ..engine.flat_param import FlatParamHandle, check_shape, parameter_at
 from ..engine.gradients import set_gradient
 from ..engine.schedule import Schedule
+from ..engine.stand_ins import note_shown, refuse_tie
 from ..engine.tensor_parallel import as_shown, local_part
 from ..engine.unit import Unit
 from .gathering import gather_shards, in_buffer_order, store_own_part, whole_views
@@ -128,6 +129,7 @@ class _Part:
             for place in places:
                 place.module.__dict__.pop(place.name, None)
                 place.module._parameters[place.name] = parameter
+            note_shown(parameter, places[0])
 
     def show_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for index, (parameter, gradient) in enumerate(
@@ -190,6 +192,8 @@ class _Part:
                 parameter_at(place)  # Refuses that it was removed.
             parameter = found[index]
             assert parameter is not None
+            if not handle.use_orig_params:
+                refuse_tie(handle.places[index][0], self._parameters[index], parameter)
             local = local_part(parameter)
             # On ranks without a piece of it as well: those that go on would wait for the others.
             check_shape("parameter", handle.places[index][0], self._views[index], local)
