@@ -16,7 +16,7 @@ from .distributed_values import part_of, rows_here
 from .gathering import own_part
 from .model_state import ModelState
 from .optim_facts import equal
-from .optim_parameters import Groups, Original, Owned, units_of
+from .optim_parameters import Groups, Original, Owned, in_model_order, units_of
 from .sharded_tensors import gather_chunks, is_sharded, shape_of
 
 SavedState = Mapping[str, Mapping[str, Any]]
@@ -107,21 +107,14 @@ class Loading:
             for handle in unit.unit.handles:
                 members = [owned for owned in owns if owned.handle is handle]
                 self._place_parts(unit, handle, members)
-        for group in self._groups:
-            for owned in group:
-                self._place_common(owned)
-        return {
-            owned: self._found[owned]
-            for group in self._groups
-            for owned in group
-            if owned in self._found and owned.is_here
-        }
+        for owned in in_model_order(self._groups):
+            self._place_common(owned)
+        return {owned: state for owned, state in self._found.items() if owned.is_here}
 
     def _entries(self) -> list[tuple[Owned, Original, Mapping[str, Any]]]:
         return [
             (owned, original, state)
-            for group in self._groups
-            for owned in group
+            for owned in in_model_order(self._groups)
             for original in owned.originals
             if (state := original.find(self._saved)) is not None
         ]
