@@ -12,6 +12,7 @@ from torch import nn
 from .api import CPUOffload, ShardingStrategy
 from .engine.build import broadcast_states, build_unit, compute_device, managed_parameters
 from .engine.collectives import group_for
+from .engine.optimizers import watch_optimizers
 from .engine.process_groups import ProcessGroups
 from .engine.suitability import (
     check_modules,
@@ -84,6 +85,7 @@ def construct_unit(
     unit = build_unit(module, parameters, distributions, groups, device, cpu_offload, options)
     if not options.use_orig_params:
         forget(deferred)
+    watch_optimizers(unit)
     return unit, order
 
 

@@ -68,6 +68,43 @@ def test_optimizers_of_parameters_that_are_flattened_away_are_refused() -> None:
         FSDP(bare)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2)
+def test_the_refusal_has_torch_s_words_and_both_ways_out_of_it_work(
+    strategy: ShardingStrategy,
+) -> None:
+    options = {"auto_wrap_policy": blocks_policy(), "sharding_strategy": strategy}
+    bare = build(Net)
+    early, late = copy.deepcopy(bare), copy.deepcopy(bare)
+    _apply_optimizer_in_backward(torch.optim.SGD, early.blocks[1].parameters(), {"lr": 0.1})
+
+    words = "FSDP optimizer in backward only supported with use_orig_params=True!"
+    with pytest.raises(RuntimeError, match=rf"of Block was given .*{words} Or .* after wrapping"):
+        FSDP(early, **options)
+
+    late = FSDP(late, **options)
+    flat = late.blocks[1].parameters()
+    _apply_optimizer_in_backward(torch.optim.SGD, flat, {"lr": 0.1})
+    train_step(late, 0)
+    train_step(bare, 0)
+    average_gradients(bare)
+    torch.optim.SGD(bare.blocks[1].parameters(), lr=0.1).step()
+    assert_same_parameters(bare, late)
+
+
+@ranks(2)
+def test_an_optimizer_of_an_ignored_parameter_stays_its_own() -> None:
+    bare = build(Net)
+    _apply_optimizer_in_backward(torch.optim.SGD, bare.head.parameters(), {"lr": 0.1})
+    before = bare.head.weight.detach().clone()
+    model = FSDP(bare, ignored_modules=[bare.head])
+
+    train_step(model, 0)
+
+    assert model.head.weight.grad is None
+    assert not torch.equal(model.head.weight, before)
+
+
 @ranks(2)
 def test_a_step_waits_for_the_backward_that_synchronises() -> None:
     bare = build(Net)

@@ -273,6 +273,8 @@ class FlatParamHandle:
         self._visible = [visible[index] for index in self._indices]
         #: The parameters through which the user, or an optimizer, changes the shard.
         self.watched = self.params if self.use_orig_params else [self.flat_param]
+        for parameter in self.watched:
+            parameter._fullshard_is_cut = self.is_cut  # type: ignore[attr-defined]
         # Where they belong, not where they are: one that stands for two is only in one of them.
         self._expected = self.sharded if self.use_orig_params else [self.shard_tensor]
         self._addresses = list(map(torch.Tensor.data_ptr, self._expected))
@@ -464,6 +466,11 @@ class FlatParamHandle:
         if self.use_orig_params:
             return tuple(map(_REQUIRES_GRAD, self.params))
         return (self.flat_param.requires_grad,) * len(self.layout.slots)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether this rank's shard is less than the whole flat buffer."""
+        return self.is_sharded and self.layout.world_size > 1
 
     @property
     def has_trainable(self) -> bool:

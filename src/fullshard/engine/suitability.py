@@ -76,9 +76,11 @@ def check_no_optimizers_in_backward(root: nn.Module, parameters: Iterable[nn.Par
     for parameter in parameters:
         if hasattr(parameter, IN_BACKWARD):
             raise RuntimeError(
-                f"{_name_of(root, parameter)} was given to _apply_optimizer_in_backward, and would "
-                "be replaced by a flat parameter. FSDP optimizer in backward only supported with "
-                "use_orig_params=True! Or apply it to the wrapped model's parameters"
+                f"{_name_of(root, parameter)} of {type(root).__name__} was given to "
+                "_apply_optimizer_in_backward, and would be replaced by a flat parameter that its "
+                "optimizer does not know. FSDP optimizer in backward only supported with "
+                "use_orig_params=True! Or call _apply_optimizer_in_backward after wrapping, with "
+                "the wrapped model's parameters"
             )
 
 

@@ -102,6 +102,8 @@ class _Part:
             for parameter, view in zip(handle.params, views, strict=True):
                 parameter.data = view
             self._show_distributed()
+            # Programs ask the flat parameter, which has alignment and padding here, for its size.
+            handle.flat_param.data = flat
         else:
             trains = handle.flat_param.requires_grad
             shown = as_shown(views, handle.distributions)
@@ -110,6 +112,8 @@ class _Part:
             # Who holds the flat parameter sees, and changes, the same full values.
             handle.flat_param.data = flat[: handle.layout.numel]
         self._reduced = [p.grad for p in handle.params] if handle.use_orig_params else []
+        #: The parameters that are shown with a gradient, by index.
+        self._with_gradient: set[int] = set()
 
     def _show_distributed(self) -> None:
         """Show DTensors in place of plain parameters that hold local parts."""
@@ -137,6 +141,7 @@ class _Part:
         ):
             parameter.grad = None
             if gradient is not None:
+                self._with_gradient.add(index)
                 gradient = gradient.to(parameter.device)
                 distribution = self._handle.distribution(index)
                 if distribution is not None:
@@ -177,7 +182,7 @@ class _Part:
             for place in (place for places in handle.places for place in places):
                 place.module._parameters.pop(place.name, None)
             handle.module._parameters["_flat_param"] = handle.flat_param
-            handle.flat_param.data = handle.shard_tensor
+        handle.flat_param.data = handle.shard_tensor
         handle.rebind()
 
     def _kept(self, index: int, shown: nn.Parameter) -> nn.Parameter:
@@ -221,11 +226,17 @@ class _Part:
         old = self._reduced[index]
         if old is not None:
             return old.copy_(part)
-        return part.clone() if piece.in_shard else None
+        if not piece.in_shard or (index in self._with_gradient and not part.any()):
+            # Zeros were shown for the part of a rank without a gradient: it still has none.
+            return None
+        return part.clone()
 
 
 def _whole_gradients(unit: Unit, handle: FlatParamHandle) -> list[torch.Tensor | None]:
-    """Every parameter's gradient over all ranks; None where no rank has one."""
+    """Every parameter's gradient over all ranks; None where no rank has one.
+
+    Zeros stand for the parts of ranks that have none. All ranks gather, also those without any.
+    """
     slots = handle.layout.slots
     if not handle.is_sharded:
         return [p.grad for p in handle.params]

@@ -83,7 +83,9 @@ class Arrivals:
             unit = self._unit
             unit.shards.begin_pass("load", unit.name)
             shapes = [c.handle.layout.slots[c.position].shape for c in self._chunked]
-            found = gather_chunks(unit, shapes, [c.rows for c in self._chunked])
+            found = gather_chunks(
+                unit.shards, unit.name, unit.device, shapes, [c.rows for c in self._chunked]
+            )
             for chunked, whole in zip(self._chunked, found, strict=True):
                 store_own_part(chunked.handle, chunked.position, whole)
 

@@ -138,7 +138,10 @@ def _digest(value: torch.Tensor) -> str:
 
 
 def check_same_parameters(found: Sequence[Sequence[str]]) -> None:
-    """Refuse optimizers that hold other parameters, or in another order, than the first rank's."""
+    """Refuse optimizers that hold other parameters than the first rank's.
+
+    ``found`` has each rank's parameters in the model's order, whatever the optimizers' own.
+    """
     first = found[0]
     for rank, other in enumerate(found):
         if list(other) == list(first):
@@ -149,8 +152,8 @@ def check_same_parameters(found: Sequence[Sequence[str]]) -> None:
             "FSDP currently requires each rank to have at least the optimizer states needed by "
             "rank 0's optimizer but some ranks are missing some of those states: of the ranks that "
             f"share parameters, the optimizer of rank {rank} lacks {lacking[:10]} and has "
-            f"{beyond[:10]} beyond those of rank 0, or has them in another order. Give the "
-            "optimizers of all ranks the same parameters"
+            f"{beyond[:10]} beyond those of rank 0. Give the optimizers of all ranks the same "
+            "parameters, in whichever order"
         )
 
 

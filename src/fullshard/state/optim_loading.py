@@ -12,12 +12,13 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..engine.flat_param import FlatParamHandle
+from ..engine.tensor_parallel import Distribution, is_distributed
 from .distributed_values import part_of, rows_here
 from .gathering import own_part
 from .model_state import ModelState
 from .optim_facts import equal
-from .optim_parameters import Groups, Original, Owned, units_of
-from .sharded_tensors import gather_chunks, is_sharded, shape_of
+from .optim_parameters import Groups, Original, Owned, in_model_order, units_of
+from .sharded_tensors import check_gatherable, gather_chunks, gather_whole, is_sharded, shape_of
 
 SavedState = Mapping[str, Mapping[str, Any]]
 
@@ -54,7 +55,8 @@ class Here:
                 chunks[index] = rows
         if chunks:
             shapes = [handle.layout.slots[index].shape for index in chunks]
-            found = gather_chunks(unit.unit, shapes, list(chunks.values()))
+            group, name, device = unit.unit.shards, unit.unit.name, unit.unit.device
+            found = gather_chunks(group, name, device, shapes, list(chunks.values()))
             whole.update(zip(chunks, found, strict=True))
         device = handle.shard_tensor.device
         return {
@@ -89,14 +91,9 @@ class Loading:
                         f"size mismatch for {key!r} of {original.name}: it has shape "
                         f"{tuple(shape_of(value))}, the parameter in the model {shape}"
                     )
-                elif owned.handle is None and is_sharded(value):
-                    errors.append(
-                        f"{key!r} of {original.name} is sharded, and no unit manages the parameter "
-                        "here: load a full state dict, or do not ignore the module"
-                    )
-                elif owned.unit is not None and is_sharded(value):
+                elif is_sharded(value):
                     try:
-                        rows_here(value, owned.unit.unit, owned.distribution(original))
+                        _check_cut(owned, original, value)
                     except ValueError as error:
                         errors.append(f"cannot load {key!r} of {original.name}: {error}")
         return errors
@@ -107,21 +104,14 @@ class Loading:
             for handle in unit.unit.handles:
                 members = [owned for owned in owns if owned.handle is handle]
                 self._place_parts(unit, handle, members)
-        for group in self._groups:
-            for owned in group:
-                self._place_common(owned)
-        return {
-            owned: self._found[owned]
-            for group in self._groups
-            for owned in group
-            if owned in self._found and owned.is_here
-        }
+        for owned in in_model_order(self._groups):
+            self._place_common(owned)
+        return {owned: state for owned, state in self._found.items() if owned.is_here}
 
     def _entries(self) -> list[tuple[Owned, Original, Mapping[str, Any]]]:
         return [
             (owned, original, state)
-            for group in self._groups
-            for owned in group
+            for owned in in_model_order(self._groups)
             for original in owned.originals
             if (state := original.find(self._saved)) is not None
         ]
@@ -220,13 +210,24 @@ def _entries_per_element(groups: Groups, saved: SavedState) -> set[str]:
     return decided | {key for key in undecided if key not in votes and key not in _NUMBERS}
 
 
-def _unsharded(owned: Owned, original: Original, value: Any) -> Any:
-    """An entry that has its parameter's shape by accident, and was cut as the parameter is.
+def _check_cut(owned: Owned, original: Original, value: Any) -> None:
+    """Refuse (ValueError) a sharded entry whose chunks the ranks cannot put together."""
+    if owned.unit is None:
+        check_gatherable(value)
+    else:
+        rows_here(value, owned.unit.unit, owned.distribution(original))
 
-    All ranks that share the parameter call this.
+
+def _unsharded(owned: Owned, original: Original, value: Any) -> Any:
+    """An entry that this rank's optimizer needs all of, though it was saved in chunks.
+
+    No unit manages the parameter any more, or the entry has its shape by accident and was cut as
+    the parameter is. All ranks that have chunks of it call this.
     """
-    if owned.unit is None or not isinstance(value, torch.Tensor) or not is_sharded(value):
+    if not isinstance(value, torch.Tensor) or not is_sharded(value):
         return value
+    if owned.unit is None:
+        return _for_unmanaged(owned, value)
     if owned.distribution(original) is not None:
         joint: Any = value  # A DTensor: nothing else is known of tensor-parallel parameters.
         return joint.full_tensor()
@@ -234,8 +235,19 @@ def _unsharded(owned: Owned, original: Original, value: Any) -> Any:
     rows = rows_here(value, unit, None)
     assert rows is not None
     unit.shards.begin_pass("load optimizer state", unit.name)
-    (whole,) = gather_chunks(unit, [shape_of(value)], [rows])
+    (whole,) = gather_chunks(unit.shards, unit.name, unit.device, [shape_of(value)], [rows])
     return whole.to(rows.device)
+
+
+def _for_unmanaged(owned: Owned, value: Any) -> Any:
+    """A sharded entry for a parameter that every rank has all of, or that is a DTensor itself."""
+    parameter: Any = owned.parameter
+    if not is_distributed(parameter):
+        return gather_whole(value, owned.path, parameter.device)
+    wanted = Distribution.of(parameter)
+    if is_distributed(value) and value.device_mesh == wanted.mesh:
+        return value.redistribute(wanted.mesh, wanted.placements)
+    return wanted.distribute(gather_whole(value, owned.path, parameter.device))
 
 
 def _cloned(leaf: Any) -> Any:

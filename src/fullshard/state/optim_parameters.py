@@ -40,13 +40,14 @@ class Original:
 class Owned:
     """A parameter that an optimizer may hold, and the originals it is made of.
 
-    ``path`` is its name in the wrapped model. ``unit`` and ``handle`` are None for a parameter
-    that no unit manages.
+    ``path`` is its name in the wrapped model, ``position`` its place among all that an optimizer
+    could hold. ``unit`` and ``handle`` are None for a parameter that no unit manages.
     """
 
     parameter: nn.Parameter
     path: str
     originals: tuple[Original, ...]
+    position: int
     unit: ModelState | None = None
     handle: FlatParamHandle | None = None
 
@@ -134,13 +135,15 @@ def known_parameters(model: nn.Module) -> dict[nn.Parameter, Owned]:
             ]
             if handle.use_orig_params:
                 for parameter, original in zip(handle.params, originals, strict=True):
-                    known[parameter] = Owned(parameter, original.name, (original,), state, handle)
+                    known[parameter] = Owned(
+                        parameter, original.name, (original,), len(known), state, handle
+                    )
             else:
                 path = prefix + (f"{FLAT_NAME}_{position}" if position else FLAT_NAME)
                 flat = handle.flat_param
-                known[flat] = Owned(flat, path, tuple(originals), state, handle)
+                known[flat] = Owned(flat, path, tuple(originals), len(known), state, handle)
     for parameter, names in _unmanaged(model, known, managed).items():
-        known[parameter] = Owned(parameter, names[0], (Original(tuple(names)),))
+        known[parameter] = Owned(parameter, names[0], (Original(tuple(names)),), len(known))
     _refuse_same_names(model, known, managed)
     return known
 
@@ -221,10 +224,19 @@ def _parameters(given: Any) -> list[nn.Parameter]:
     return [item[1] if isinstance(item, tuple) else item for item in items]
 
 
+def in_model_order(groups: Groups) -> list[Owned]:
+    """The optimizer's parameters in the order in which ranks communicate.
+
+    It is the model's: each rank's optimizer may list the parameters, and the groups, in its own.
+    """
+    found = [owned for group in groups for owned in group]
+    return sorted(found, key=lambda owned: owned.position)
+
+
 def units_of(groups: Groups) -> dict[ModelState, list[Owned]]:
     """The optimizer's parameters unit by unit, in the order in which ranks communicate."""
     found: dict[ModelState, list[Owned]] = {}
-    for owned in (owned for group in groups for owned in group):
+    for owned in in_model_order(groups):
         if owned.unit is not None:
             found.setdefault(owned.unit, []).append(owned)
     return found

@@ -31,7 +31,7 @@ from .optim_facts import (
     resolve,
     with_digests,
 )
-from .optim_parameters import Groups, Owned, units_of
+from .optim_parameters import Groups, Owned, in_model_order, units_of
 
 Saved = dict[str, dict[str, Any]]
 
@@ -54,7 +54,7 @@ class Saving:
         entries = self._agree(owned for owns in units.values() for owned in owns if owned.is_spread)
         for unit, owns in units.items():
             self._take_unit(unit, owns, entries)
-        for owned in (owned for group in self._groups for owned in group):
+        for owned in in_model_order(self._groups):
             if owned.handle is None or owned.unit in units:
                 self._take_unsharded(owned, entries.get(owned))
         return self._in_order()

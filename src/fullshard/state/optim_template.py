@@ -6,6 +6,7 @@ written in the checkpoint; so state is laid out from that, whatever the optimize
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from ..api import ShardedOptimStateDictConfig
 from .optim_groups import named_groups
 from .optim_parameters import Original, Owned, owned_groups, parameter_groups_of
+from .sharded_tensors import Rows
 
 
 def optim_state_template(
@@ -69,6 +71,12 @@ def _memory(
     dtype, shape = facts.properties.dtype, tuple(facts.size)
     if owned.unit is None or shape != owned.shape_of(original) or shape == ():
         return torch.zeros(shape, dtype=dtype)
+    group = owned.unit.unit.shards
+    last = Rows.of(shape[0], group.size - 1, group.size)
+    if last.start == last.end:
+        # torch.distributed.checkpoint overlooks a ShardedTensor on ranks that have no shard of it,
+        # and takes the checkpoint for one of an older format that nests parameter groups.
+        config = dataclasses.replace(config, _use_dtensor=True)
     # A tensor of any size without its memory: only this rank's chunk of it comes to exist.
     whole = torch.zeros((), dtype=dtype, device=owned.unit.unit.device).expand(shape)
     distribution = owned.distribution(original)

@@ -192,7 +192,9 @@ def local_rows(value: Any, group: Group) -> torch.Tensor:
     rows = [Rows.of(shape_of(value)[0], rank, group.size) for rank in range(group.size)]
     expected = [(start, end - start) for start, end in rows if end > start]
     shards = sorted(value.metadata().shards_metadata, key=lambda shard: shard.placement.rank())
-    found = [(shard.shard_offsets[0], shard.shard_sizes[0]) for shard in shards]
+    cut = [(shard.shard_offsets[0], shard.shard_sizes[0]) for shard in shards]
+    # Specifications of torch's list the chunks of ranks that have no rows, too.
+    found = [(first, rows) for first, rows in cut if rows]
     if found != expected:
         raise ValueError(
             f"the {group.size} ranks that share it expect (first row, rows) {expected} of it, but "
@@ -240,22 +242,50 @@ def own_numel(numel: int, group: Group) -> int:
 
 
 def gather_chunks(
-    unit: Unit, shapes: Sequence[Sequence[int]], locals_: Sequence[torch.Tensor]
+    group: Group,
+    name: str,
+    device: torch.device,
+    shapes: Sequence[Sequence[int]],
+    locals_: Sequence[torch.Tensor],
 ) -> list[Any]:
-    """Tensors of these shapes from the chunks of all ranks of the unit, in one launch."""
-    group = unit.shards
+    """Tensors of these shapes on ``device``, from the chunks of all ranks, in one launch.
+
+    ``name`` says to the ranks, and in errors, what they are about to gather.
+    """
     if group.size == 1:
         return list(locals_)
     outputs: list[torch.Tensor] = []
     inputs: list[torch.Tensor] = []
     for shape, local in zip(shapes, locals_, strict=True):
         step = -(-shape[0] // group.size) * math.prod(shape[1:])
-        padded = torch.zeros(step, dtype=local.dtype, device=unit.device)
+        padded = torch.zeros(step, dtype=local.dtype, device=device)
         padded[: local.numel()].copy_(local.reshape(-1))
         inputs.append(padded)
-        outputs.append(torch.empty(step * group.size, dtype=local.dtype, device=unit.device))
-    group.wait(*group.gather(outputs, inputs, unit.name))
+        outputs.append(torch.empty(step * group.size, dtype=local.dtype, device=device))
+    group.wait(*group.gather(outputs, inputs, name))
     return [
         output[: math.prod(shape)].view(shape)
         for output, shape in zip(outputs, shapes, strict=True)
     ]
+
+
+def check_gatherable(value: Any) -> None:
+    """Refuse (ValueError) a ShardedTensor that :func:`gather_whole` cannot put together."""
+    if hasattr(value, "local_shards"):
+        local_rows(value, group_for(value._process_group))
+
+
+def gather_whole(value: Any, name: str, device: torch.device) -> torch.Tensor:
+    """The whole of a sharded tensor on ``device``; all ranks that have chunks of it call this."""
+    whole: torch.Tensor
+    if hasattr(value, "to_local"):
+        # A DTensor may lie in the host's memory, where the backend of its mesh cannot reach it.
+        whole = value.to(value.device_mesh.device_type).full_tensor()
+        return whole.to(device)
+    group = group_for(value._process_group)
+    rows = local_rows(value, group)
+    group.begin_pass("gather a sharded tensor", name)
+    kinds = [kind.type for kind in group.group._device_types]
+    place = device if device.type in kinds else torch.device(kinds[0])
+    (whole,) = gather_chunks(group, name, place, [shape_of(value)], [rows])
+    return whole.to(device)
