@@ -413,7 +413,9 @@ def look(reference):
     Path(sys.argv[1], "looks").touch()
     ended.wait()
 DynamicRendezvousHandler._keep_alive_weak = staticmethod(look)
-status = launch(1, ["--rdzv-conf", "keep_alive_interval=1"], [sys.argv[2]])
+meeting = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+times = ["--rdzv-conf", "keep_alive_interval=1,last_call_timeout=1"]
+status = launch(1, [*meeting, *times], [sys.argv[2]])
 ended.set()
 time.sleep(0.5)
 sys.exit(status)

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import faulthandler
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -45,6 +46,7 @@ def main(words: Sequence[str]) -> None:
     """Call what is asked for, then run the program as Python itself would."""
     faulthandler.enable(all_threads=True)
     end_with_launcher()
+    _sibling("listening").watch_for_torch()
     parser = argparse.ArgumentParser(prog="rank.py")
     parser.add_argument("--call", action="append", default=[])
     boundary = list(words).index("--")
@@ -67,6 +69,17 @@ def main(words: Sequence[str]) -> None:
         if os.environ.get(RANKS_PRINT) and not _is_bad_input(error):
             raise
         sys.exit(status)
+
+
+def _sibling(name: str) -> Any:
+    """A module of this folder, without the package around it, which imports torch."""
+    file = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"fullshard_{name}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def end_with_launcher() -> None:
