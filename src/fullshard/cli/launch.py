@@ -85,6 +85,9 @@ def launch(
         # A store of its own for every attempt: in a shared one, ranks that were started again would
         # find the addresses of those that died, and gloo would call there.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # When a rank is killed, torch's C++ code warns on each of the others, with a stack trace of
+        # its own, before the launcher can say what happened. What matters is raised as well.
+        "TORCH_CPP_LOG_LEVEL": None if "TORCH_DISTRIBUTED_DEBUG" in os.environ else "ERROR",
         rank.LAUNCHER: str(os.getpid()),
         rank.RANKS_PRINT: "1" if ranks_print else None,
         **(loopback_variables() if on_one_machine else {}),

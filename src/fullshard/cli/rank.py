@@ -23,7 +23,6 @@ import runpy
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
@@ -39,6 +38,20 @@ RANKS_PRINT = "FULLSHARD_RANKS_PRINT"
 LAUNCHER = "FULLSHARD_LAUNCHER"
 _PR_SET_PDEATHSIG = 1
 
+
+def _sibling(name: str) -> Any:
+    """A module of this folder, without the package around it, which imports torch."""
+    file = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"fullshard_{name}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_listening, _tracebacks = _sibling("listening"), _sibling("tracebacks")
+
 _BEFORE_THE_PROGRAM = (__file__, runpy.__file__, "<frozen runpy>")
 
 
@@ -46,7 +59,7 @@ def main(words: Sequence[str]) -> None:
     """Call what is asked for, then run the program as Python itself would."""
     faulthandler.enable(all_threads=True)
     end_with_launcher()
-    _sibling("listening").watch_for_torch()
+    _listening.watch_for_torch()
     parser = argparse.ArgumentParser(prog="rank.py")
     parser.add_argument("--call", action="append", default=[])
     boundary = list(words).index("--")
@@ -69,17 +82,6 @@ def main(words: Sequence[str]) -> None:
         if os.environ.get(RANKS_PRINT) and not _is_bad_input(error):
             raise
         sys.exit(status)
-
-
-def _sibling(name: str) -> Any:
-    """A module of this folder, without the package around it, which imports torch."""
-    file = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"fullshard_{name}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def end_with_launcher() -> None:
@@ -153,17 +155,21 @@ def record(error: BaseException) -> None:
     if not file:
         return
     now = time.time_ns()
+    full = short = ""
     if isinstance(error, SystemExit):
-        reason, callstack = f"sys.exit({error.code!r})", ""
+        reason = f"sys.exit({error.code!r})"
     elif _is_bad_input(error):
-        reason, callstack = str(error), ""
+        reason = str(error)
     else:
-        reason, callstack = _summary(error), _program_traceback(error)
+        start = _begin_of_program(error)
+        reason = _tracebacks.in_one_line(error)
+        full, short = _tracebacks.in_full(error, start), _tracebacks.in_short(error, start)
     content = {
         "message": {
             "message": reason,
             "extraInfo": {
-                "py_callstack": callstack,
+                "py_callstack": full,
+                "short_callstack": short,
                 "timestamp": str(now // 10**9),
                 "nanoseconds": now,
                 "rank": int(os.environ.get("RANK", "0")),
@@ -191,18 +197,14 @@ def _is_bad_input(error: BaseException) -> bool:
     return (kind.__module__, kind.__name__) == ("fullshard.cli.problems", "BadInput")
 
 
-def _summary(error: BaseException) -> str:
-    return traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-
-
-def _program_traceback(error: BaseException) -> str:
-    """The traceback as the program alone would have printed it."""
+def _begin_of_program(error: BaseException) -> TracebackType | None:
+    """The program's first call in the traceback of ``error``, behind our own and Python's."""
     start = error.__traceback__
     while start is not None and _is_ours(start) and start.tb_next is not None:
         start = start.tb_next
     if start is not None and _is_ours(start) and isinstance(error, SyntaxError):
-        start = None  # the program's own: not a line of it has run
-    return "".join(traceback.format_exception(type(error), error, start))
+        return None  # the program's own: not a line of it has run
+    return start
 
 
 def _is_ours(step: TracebackType) -> bool:
