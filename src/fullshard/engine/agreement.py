@@ -205,8 +205,8 @@ class Agreement:
     def _comes_soon(self, key: str) -> bool:
         """Whether all ranks are at ``key`` before patience ends.
 
-        Asks the store again and again, at intervals that grow with the time that has passed: to wait
-        at the store is a warning of torch's when it ends in vain, and ranks may be slow.
+        Asks the store again and again, at intervals that grow with the time that has passed. A wait
+        at the store that ends in vain is a warning of torch's, and healthy ranks may be slow.
         """
         began = time.monotonic()
         while not self._store.check([f"{key}/go"]):
