@@ -44,9 +44,10 @@ dist.destroy_process_group()
 """
 #: Joins a group in each way that programs do, and again when it has left it.
 JOIN = """
-import os, sys
+import os, sys, time
 import torch, torch.distributed as dist
 from datetime import timedelta
+from pathlib import Path
 
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -57,7 +58,7 @@ ways = [
     dict(init_method=f"tcp://{place}", rank=rank, world_size=ranks),
     dict(init_method=f"tcp://localhost:{sys.argv[1]}", rank=rank, world_size=ranks),
 ]
-for way in [*ways, *ways]:
+for number, way in enumerate([*ways, *ways]):
     dist.init_process_group("gloo", timeout=soon, **way)
     one = torch.ones(())
     dist.all_reduce(one)
@@ -65,10 +66,16 @@ for way in [*ways, *ways]:
     # Who leaves before the others have seen it connect makes them fail.
     dist.barrier()
     dist.destroy_process_group()
+    # Who joins before rank 0 has left finds its old store.
+    left = f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{number}-"
+    Path(os.environ["REPORTS"], f"{left}{rank}").touch()
+    while not all(Path(os.environ["REPORTS"], f"{left}{r}").exists() for r in range(ranks)):
+        time.sleep(0.01)
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks, rank == 0)
 store.add("count", 1)
 while store.add("count", 0) < ranks:
-    pass
+    time.sleep(0.01)
+time.sleep(0.5)  # rank 0 hosts the store
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     sys.exit(3)
 """

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.cli import attempts, meeting
+from fullshard.cli import attempts, early_ends, meeting
 from fullshard.cli.launch import default_ranks, launch, threads_per_rank
 from fullshard.ports import reserve_port
 
@@ -229,110 +229,6 @@ def test_the_rank_that_failed_first_is_shown_first_with_its_traceback(
     assert printed.rstrip().endswith("Rank 0 failed after it: RuntimeError: a consequence")
 
 
-def test_a_failed_rank_is_told_of_by_its_error_and_then_by_the_errors_note(
-    reports: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    text = """
-error = RuntimeError("the error")
-error.add_note("What to do about it.\\nAnd more.")
-raise error
-"""
-    assert launch(1, [], [script(reports, text)]) == 1
-
-    first, *rest = capfd.readouterr().err.splitlines()
-    assert first == "Rank 0 failed first: RuntimeError: the error (note: What to do about it.)"
-    assert rest[-3:] == ["RuntimeError: the error", "What to do about it.", "And more."]
-
-
-#: Rank 0 fails deep down, for a reason with a cause, and with a message as torch's C++ code writes.
-FAIL_AT_LENGTH = """
-import os, time
-
-def deep(depth):
-    if depth:
-        deep(depth - 1) if depth % 2 else deeper(depth)
-    raise OSError("the root")
-
-def deeper(depth):
-    deep(depth - 1)
-
-frames = "".join(f"frame #{n}: void of(int) + 0x1 (0x7f in libc10.so)\\n" for n in range(40))
-if os.environ["RANK"] != "0":
-    time.sleep(60)
-try:
-    deep(20)
-except OSError as error:
-    raise RuntimeError(
-        "[pair.cc:1] closed\\n"
-        f"Exception raised from read at a.cpp:1 (most recent call first):\\n{frames}"
-    ) from error
-"""
-
-
-def test_a_failure_of_many_lines_is_shortened_between_its_reason_with_the_rest_in_a_log(
-    reports: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert launch(2, [], [script(reports, FAIL_AT_LENGTH)]) == 1
-
-    lines = capfd.readouterr().err.splitlines()
-    reason = "Rank 0 failed first: RuntimeError: [pair.cc:1] closed"
-    assert lines[0] == lines[-1] == reason
-    assert lines[1] == "Traceback (most recent call last):"
-    assert "Caused by OSError: the root" in lines
-    assert "Rank 1 failed after it: killed by SIGTERM" in lines
-    assert len(lines) < 25
-    assert not any("frame #" in line for line in lines)
-    (log,) = re.findall(r"^The full tracebacks of all ranks are in (.*)$", "\n".join(lines), re.M)
-    content = Path(log).read_text()
-    assert content.count("frame #") == 40
-    assert content.count("in deeper") == 10
-
-
-@pytest.mark.parametrize("calls", [1, 30])
-def test_where_nothing_can_be_logged_a_failure_is_shown_in_full(
-    reports: Path, capfd: pytest.CaptureFixture[str], calls: int
-) -> None:
-    text = f"""
-import os, sys
-def deep(depth):
-    if depth:
-        return (deep if depth % 2 else deeper)(depth - 1)
-    raise OSError("the root")
-def deeper(depth):
-    deep(depth)
-logs = os.path.dirname(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"]))
-os.mkdir(os.path.join(logs, "failures.log"))
-deep({calls})
-"""
-    assert launch(1, [], [script(reports, text)]) == 1
-
-    lines = capfd.readouterr().err.splitlines()
-    assert lines[0] == "Rank 0 failed first: OSError: the root"
-    assert lines[-1] == "OSError: the root"
-    assert sum("in deep" in line for line in lines) >= calls
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a rank dies in another way")
-def test_a_killed_rank_is_told_of_without_the_frames_of_torchs_own_code(
-    reports: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    text = """
-import os, torch.distributed as dist
-dist.init_process_group("gloo")
-store = dist.distributed_c10d._get_default_store()
-dist.barrier()
-if os.environ["RANK"] == "0":
-    os.kill(os.getpid(), 9)
-store.get("nothing")  # rank 0 hosts the store
-"""
-    assert launch(3, [], [script(reports, text)]) == 137
-
-    printed = capfd.readouterr().err
-    assert printed.startswith("Rank 0 failed first: killed by SIGKILL")
-    assert len(printed.splitlines()) <= 4
-    assert "frame #" not in printed
-
-
 @pytest.mark.parametrize("text", ["def f(:\n", "x = '\n", "  x = 1\n"])
 def test_a_script_that_cannot_be_read_is_shown_as_python_itself_would_show_it(
     reports: Path, capfd: pytest.CaptureFixture[str], text: str
@@ -516,6 +412,45 @@ waits()
             os.kill(int(file.read_text()), 0)
 
 
+@pytest.mark.parametrize("program", ["import slow", "def main():\n    import slow\nmain()"])
+@pytest.mark.parametrize("before", [[], ["slow:call"]])
+def test_ctrl_c_while_ranks_import_shows_nothing_of_what_they_import(
+    reports: Path, before: list[str], program: str
+) -> None:
+    importing = """
+import os, time
+from pathlib import Path
+Path(os.environ["REPORTS"], os.environ["RANK"]).touch()
+time.sleep(100)
+"""
+    (reports / "slow.py").write_text(importing)
+    start = f"""
+import sys
+from fullshard.cli.launch import launch
+sys.exit(launch(2, [], sys.argv[1:], before={before}))
+"""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", start, script(reports, program)],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not all((reports / str(rank)).exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+    os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
+    _, printed = launcher.communicate(timeout=60)
+
+    assert launcher.returncode == 130
+    first, *rest = printed.splitlines()
+    assert first == "Stopped by SIGINT; all ranks were ended."
+    assert "slow.py" not in printed
+    assert ("import slow" in printed) == (not before)
+    assert rest[0].endswith("failed first: KeyboardInterrupt")
+
+
 def test_after_ctrl_c_no_thread_of_torchs_launcher_complains(reports: Path) -> None:
     """One that looks at the rendezvous while it is let go of would have to wait for itself."""
     start = """
@@ -614,7 +549,7 @@ def test_threads_are_shared_out_and_never_none() -> None:
 def test_ranks_that_end_long_before_others_are_told_of_once(
     reports: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(attempts, "_SECONDS_IDLE", 0.3)
+    monkeypatch.setattr(early_ends, "_SECONDS_IDLE", 0.3)
     text = "import os, time\nif os.environ['RANK'] == '0': time.sleep(2.5)"
     assert launch(3, [], [script(reports, text)]) == 0
     printed = capfd.readouterr().err
@@ -625,7 +560,7 @@ def test_ranks_that_end_long_before_others_are_told_of_once(
 def test_a_rank_that_computes_on_when_the_others_have_ended_is_told_of_much_later(
     reports: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(attempts, "_SECONDS_IDLE", 0.5)
+    monkeypatch.setattr(early_ends, "_SECONDS_IDLE", 0.5)
     text = """
 import os, time
 end = time.monotonic() + 3
@@ -636,7 +571,7 @@ while os.environ["RANK"] == "0" and time.monotonic() < end:
     assert launch(2, [], [program]) == 0
     assert capfd.readouterr().err == ""
 
-    monkeypatch.setattr(attempts, "_SECONDS_APART", 1.0)
+    monkeypatch.setattr(early_ends, "_SECONDS_APART", 1.0)
     assert launch(2, [], [program]) == 0
     assert capfd.readouterr().err.count("without an error. Still running: rank 0. Who waits") == 1
 

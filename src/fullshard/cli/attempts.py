@@ -1,5 +1,4 @@
-"""Between two attempts of the elastic launcher: why there is another one, or why there is none;
-and within one, which ranks have ended long before the others.
+"""Between two attempts of the elastic launcher: why there is another one, or why there is none.
 
 The launcher itself tells of a failure only when it starts ranks no more, and starts them again
 whatever the failure was, after half a minute if one of them does not end when it is told to. It
@@ -10,17 +9,13 @@ has another one, ranks run all the same, and less is said.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
-import time
-import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from .early_ends import tell_of_early_ends
 from .failures import failures_of, render
 
 __all__ = ["attempts_watched"]
@@ -32,29 +27,6 @@ _RESTARTS = "_remaining_restarts"
 #: would do in more, such as to save, they would have to do with that one.
 _RANKS = "_pcontext"
 _SECONDS_TO_END = 5
-#: Those of its ranks that have not ended, by their places on this machine, and all of them.
-_RUNNING = "_running_local_ranks"
-_STARTED = "subprocess_handlers"
-#: Seconds for which the ranks that go on must be idle before it is told that the others have ended;
-#: who saves, or draws a picture, is not. Seconds after which it is told in any case: who waits for
-#: others on a GPU is not idle either.
-_SECONDS_IDLE = 20.0
-_SECONDS_APART = 600.0
-#: The part of a core that a process takes while it waits: torch has threads that wake up at times.
-_IDLE = 0.1
-
-
-@dataclass
-class _EarlyEnds:
-    """Ranks of an attempt that have ended before others, and what these have done since."""
-
-    since: float
-    idle_since: float
-    seconds_of_cores: float | None
-    told: bool = False
-
-
-_early_ends: weakref.WeakKeyDictionary[Any, _EarlyEnds] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -71,7 +43,7 @@ def attempts_watched() -> Iterator[None]:
         # A torch that is other than expected must not end a run that would go on.
         with contextlib.suppress(AttributeError, TypeError):
             _after_look(agent, result)
-            _tell_of_early_ends(agent)
+            tell_of_early_ends(agent, getattr(agent, _RANKS))
         return result
 
     setattr(LocalElasticAgent, _LOOKS, look_closely)
@@ -112,59 +84,3 @@ def _after_look(agent: Any, result: Any) -> None:
 
 def _restarts(number: int) -> str:
     return f"{number} more restart{'s' * (number != 1)}"
-
-
-def _tell_of_early_ends(agent: Any) -> None:
-    """Say, once, that ranks have ended without an error, where others may wait for them in vain."""
-    ranks = getattr(agent, _RANKS)
-    running = getattr(ranks, _RUNNING)
-    ended = set(getattr(ranks, _STARTED)) - running
-    if not (ended and running):
-        return
-    now = time.monotonic()
-    processes = ranks.pids()
-    used = _seconds_of_cores([processes[place] for place in running])
-    known = _early_ends.setdefault(ranks, _EarlyEnds(now, now, used))
-    if known.told:
-        return
-    idle = _is_idle(known, used, now)
-    if not idle and now - known.since < _SECONDS_APART:
-        return
-    known.told = True
-    workers = agent._worker_group.workers
-    print(
-        f"{_numbered(workers, ended)} ended {now - known.since:.0f} s ago, without an error. "
-        f"{'Still running, but idle' if idle else 'Still running'}: "
-        f"{_numbered(workers, running).lower()}. Who waits in a collective for a rank that has "
-        "ended waits in vain: if nothing more happens, look whether all ranks have the same number "
-        "of batches.",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
-def _is_idle(known: _EarlyEnds, used: float | None, now: float) -> bool:
-    """Whether the ranks that go on have computed next to nothing for some time, as far as known."""
-    if used is None or known.seconds_of_cores is None:
-        return False
-    spent = used - known.seconds_of_cores
-    if not 0 <= spent <= _IDLE * max(now - known.idle_since, 1.0):  # less: another rank has ended
-        known.idle_since, known.seconds_of_cores = now, used
-    return now - known.idle_since >= _SECONDS_IDLE
-
-
-def _seconds_of_cores(processes: list[int]) -> float | None:
-    """What ``processes`` have computed so far; nothing where the kernel does not say."""
-    ticks = 0
-    try:
-        for process in processes:
-            facts = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(facts[11]) + int(facts[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, AttributeError):
-        return None
-
-
-def _numbered(workers: Any, places: set[int]) -> str:
-    numbers = sorted(workers[place].global_rank for place in places)
-    return f"{'Rank' if len(numbers) == 1 else 'Ranks'} {', '.join(map(str, numbers))}"

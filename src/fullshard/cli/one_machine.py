@@ -117,12 +117,11 @@ def _place_of_ranks(arguments: Namespace) -> str:
     machine's own, may stand for an address that others can reach; a number was meant.
     """
     endpoint = arguments.rdzv_endpoint
+    if arguments.rdzv_backend == "static" and not endpoint and arguments.master_port is not None:
+        endpoint = f"{arguments.master_addr}:{arguments.master_port}"
+    host, port = parse_rendezvous_endpoint(endpoint, default_port=0)
     if arguments.standalone or arguments.rdzv_backend == "c10d":
         return f"{LOOPBACK}:0"
-    if not endpoint and arguments.master_port is None:
-        return f"{LOOPBACK}:0"
-    endpoint = endpoint or f"{arguments.master_addr}:{arguments.master_port}"
-    host, port = parse_rendezvous_endpoint(endpoint, default_port=0)
     if not is_number(host):
         host = LOOPBACK
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -52,6 +52,8 @@ def _sibling(name: str) -> Any:
 
 _listening, _tracebacks = _sibling("listening"), _sibling("tracebacks")
 
+#: Whether this rank has come to the program's own lines, behind what is imported and called first.
+_program_has_begun = False
 _BEFORE_THE_PROGRAM = (__file__, runpy.__file__, "<frozen runpy>")
 
 
@@ -99,6 +101,11 @@ def end_with_launcher() -> None:
         sys.exit("The launcher has ended")
 
 
+def _begin_program() -> None:
+    global _program_has_begun
+    _program_has_begun = True
+
+
 def run_program(command: Sequence[str]) -> None:
     """Run a script, or ``-m`` and a module, with the ``sys.argv`` that it expects."""
     if command[0] == "-m":
@@ -109,6 +116,7 @@ def run_program(command: Sequence[str]) -> None:
     if pkgutil.get_importer(command[0]) is None:
         _run_script(command[0])
     else:  # a folder or an archive, with a ``__main__`` in it
+        _begin_program()
         runpy.run_path(command[0], run_name="__main__")
 
 
@@ -127,6 +135,7 @@ def _run_script(script: str) -> None:
 def _run_module(name: str) -> None:
     find = getattr(runpy, "_get_module_details", None)
     if find is None:  # another Python: its ``__main__`` does not outlive the module's last line
+        _begin_program()
         runpy.run_module(name, run_name="__main__", alter_sys=True)
         return
     _, spec, code = find(name)
@@ -146,6 +155,7 @@ def _run_as_main(code: CodeType, **facts: Any) -> None:
     program = ModuleType("__main__")
     vars(program).update(facts, __builtins__=builtins)
     sys.modules["__main__"] = program
+    _begin_program()
     exec(code, vars(program))
 
 
@@ -160,6 +170,10 @@ def record(error: BaseException) -> None:
         reason = f"sys.exit({error.code!r})"
     elif _is_bad_input(error):
         reason = str(error)
+    elif isinstance(error, KeyboardInterrupt):
+        reason = _tracebacks.in_one_line(error)
+        if _program_has_begun:  # else a rank imports torch, for longer than some users wait
+            full = short = _tracebacks.of_interrupt(error, _begin_of_program(error))
     else:
         start = _begin_of_program(error)
         reason = _tracebacks.in_one_line(error)

@@ -9,7 +9,7 @@ import re
 import traceback
 from types import TracebackType
 
-__all__ = ["in_full", "in_one_line", "in_short"]
+__all__ = ["in_full", "in_one_line", "in_short", "of_interrupt"]
 
 #: A traceback of no more lines than this is short enough for a terminal.
 _SHORT = 24
@@ -56,6 +56,16 @@ def in_short(error: BaseException, start: TracebackType | None) -> str:
         lines = list(told.format(chain=False))
     lines += [f"Caused by {_type_and_message(cause)}\n" for cause in _causes(error)]
     return _without_cpp_frames("".join(lines))
+
+
+def of_interrupt(error: KeyboardInterrupt, start: TracebackType | None) -> str:
+    """Where the program was when it was interrupted; of an import, only who imports what."""
+    calls = traceback.extract_tb(start)
+    # The first of them is the program itself.
+    imports = [place for place, call in enumerate(calls) if place and call.name == "<module>"]
+    shown = calls[: imports[0]] if imports else calls
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(shown)]
+    return "".join([*lines, *traceback.format_exception_only(error)])
 
 
 def _type_and_message(error: BaseException) -> str:
