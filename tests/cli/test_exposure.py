@@ -73,9 +73,8 @@ for number, way in enumerate([*ways, *ways]):
         time.sleep(0.01)
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks, rank == 0)
 store.add("count", 1)
-while store.add("count", 0) < ranks:
+while rank == 0 and store.add("count", 0) < ranks:  # it hosts the store
     time.sleep(0.01)
-time.sleep(0.5)  # rank 0 hosts the store
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     sys.exit(3)
 """

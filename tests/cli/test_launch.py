@@ -115,6 +115,9 @@ dist.init_process_group("gloo")
 dist.barrier()
 dist.destroy_process_group()
 """
+#: For a launcher that meets others as torch's do, though none comes.
+MAYBE_ANOTHER = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+MAYBE_ANOTHER += ["--rdzv-conf", "last_call_timeout=1"]
 #: A launcher in a process of its own: ranks, launcher options, program.
 START = """
 import sys
@@ -330,10 +333,13 @@ def test_bad_input_that_ranks_find_is_told_in_one_line_and_tried_once(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ports cannot be held")
-def test_nobody_else_is_given_the_port_at_which_ranks_will_meet(reports: Path) -> None:
+@pytest.mark.parametrize("meeting", [[], MAYBE_ANOTHER], ids=["one machine", "maybe another"])
+def test_nobody_else_is_given_the_port_at_which_ranks_will_meet(
+    reports: Path, meeting: list[str]
+) -> None:
     program = script(reports, MEET + FAIL_ONCE)
 
-    assert launch(2, ["--max-restarts", "1"], [program]) == 0
+    assert launch(2, [*meeting, "--max-restarts", "1"], [program]) == 0
 
     assert sorted(path.name for path in reports.glob("held-*")) == ["held-0", "held-1"]
 
@@ -343,7 +349,7 @@ def test_a_torch_that_chooses_ports_in_another_way_starts_ranks_all_the_same(
 ) -> None:
     monkeypatch.setattr(meeting, "_FREE_PORT", "another_way")
 
-    assert launch(1, [], [script(reports, REPORT)]) == 0
+    assert launch(1, MAYBE_ANOTHER, [script(reports, REPORT)]) == 0
 
     assert read(reports, 1)[0]["RANK"] == "0"
 
