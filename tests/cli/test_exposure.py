@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import pickle
 import socket
@@ -10,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from ipaddress import IPv6Address, ip_address
 from pathlib import Path
@@ -113,9 +113,13 @@ def listeners(process: int) -> set[Listener]:
 
 def other_addresses() -> list[str]:
     """Addresses of this machine at which who listens on the loopback address does not."""
-    # The second is on the loopback interface, and there where the machine has no other.
-    names = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
-    return [*names, "127.0.0.2"]
+    # On the loopback interface itself, and so there where the machine has no other.
+    found = ["127.0.0.2"]
+    for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as towards:
+            towards.connect((elsewhere, 9))  # sends nothing
+            found.append(towards.getsockname()[0])
+    return found
 
 
 def is_refused(address: str, port: int) -> bool:
@@ -142,7 +146,7 @@ def wait_for(*files: Path) -> None:
         time.sleep(0.05)
 
 
-@contextmanager
+@contextlib.contextmanager
 def started(*words: str, module: str = "fullshard.cli.run") -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen([sys.executable, "-m", module, *words])
     try:
