@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.cli import attempts, meeting
+from fullshard.cli import attempts, early_ends, meeting
 from fullshard.cli.launch import default_ranks, launch, threads_per_rank
 from fullshard.ports import reserve_port
 
@@ -115,6 +115,9 @@ dist.init_process_group("gloo")
 dist.barrier()
 dist.destroy_process_group()
 """
+#: For a launcher that meets others as torch's do, though none comes.
+MAYBE_ANOTHER = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+MAYBE_ANOTHER += ["--rdzv-conf", "last_call_timeout=1"]
 #: A launcher in a process of its own: ranks, launcher options, program.
 START = """
 import sys
@@ -303,6 +306,18 @@ def test_a_failed_attempt_is_told_when_it_fails_and_started_again(
     assert printed.endswith("Starting again; 0 more restarts after this.\n")
 
 
+def test_restarts_that_are_left_are_counted(
+    reports: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(1, ["--max-restarts", "2"], [script(reports, "raise OSError('always')")]) == 1
+
+    told = [line for line in capfd.readouterr().err.splitlines() if "Starting again" in line]
+    assert told == [
+        "Starting again; 1 more restart after this.",
+        "Starting again; 0 more restarts after this.",
+    ]
+
+
 def test_bad_input_that_ranks_find_is_told_in_one_line_and_tried_once(
     reports: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -318,10 +333,13 @@ def test_bad_input_that_ranks_find_is_told_in_one_line_and_tried_once(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ports cannot be held")
-def test_nobody_else_is_given_the_port_at_which_ranks_will_meet(reports: Path) -> None:
+@pytest.mark.parametrize("meeting", [[], MAYBE_ANOTHER], ids=["one machine", "maybe another"])
+def test_nobody_else_is_given_the_port_at_which_ranks_will_meet(
+    reports: Path, meeting: list[str]
+) -> None:
     program = script(reports, MEET + FAIL_ONCE)
 
-    assert launch(2, ["--max-restarts", "1"], [program]) == 0
+    assert launch(2, [*meeting, "--max-restarts", "1"], [program]) == 0
 
     assert sorted(path.name for path in reports.glob("held-*")) == ["held-0", "held-1"]
 
@@ -331,7 +349,7 @@ def test_a_torch_that_chooses_ports_in_another_way_starts_ranks_all_the_same(
 ) -> None:
     monkeypatch.setattr(meeting, "_FREE_PORT", "another_way")
 
-    assert launch(1, [], [script(reports, REPORT)]) == 0
+    assert launch(1, MAYBE_ANOTHER, [script(reports, REPORT)]) == 0
 
     assert read(reports, 1)[0]["RANK"] == "0"
 
@@ -400,6 +418,45 @@ waits()
             os.kill(int(file.read_text()), 0)
 
 
+@pytest.mark.parametrize("program", ["import slow", "def main():\n    import slow\nmain()"])
+@pytest.mark.parametrize("before", [[], ["slow:call"]])
+def test_ctrl_c_while_ranks_import_shows_nothing_of_what_they_import(
+    reports: Path, before: list[str], program: str
+) -> None:
+    importing = """
+import os, time
+from pathlib import Path
+Path(os.environ["REPORTS"], os.environ["RANK"]).touch()
+time.sleep(100)
+"""
+    (reports / "slow.py").write_text(importing)
+    start = f"""
+import sys
+from fullshard.cli.launch import launch
+sys.exit(launch(2, [], sys.argv[1:], before={before}))
+"""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", start, script(reports, program)],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not all((reports / str(rank)).exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+    os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
+    _, printed = launcher.communicate(timeout=60)
+
+    assert launcher.returncode == 130
+    first, *rest = printed.splitlines()
+    assert first == "Stopped by SIGINT; all ranks were ended."
+    assert "slow.py" not in printed
+    assert ("import slow" in printed) == (not before)
+    assert rest[0].endswith("failed first: KeyboardInterrupt")
+
+
 def test_after_ctrl_c_no_thread_of_torchs_launcher_complains(reports: Path) -> None:
     """One that looks at the rendezvous while it is let go of would have to wait for itself."""
     start = """
@@ -413,7 +470,9 @@ def look(reference):
     Path(sys.argv[1], "looks").touch()
     ended.wait()
 DynamicRendezvousHandler._keep_alive_weak = staticmethod(look)
-status = launch(1, ["--rdzv-conf", "keep_alive_interval=1"], [sys.argv[2]])
+meeting = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+times = ["--rdzv-conf", "keep_alive_interval=1,last_call_timeout=1"]
+status = launch(1, [*meeting, *times], [sys.argv[2]])
 ended.set()
 time.sleep(0.5)
 sys.exit(status)
@@ -496,11 +555,31 @@ def test_threads_are_shared_out_and_never_none() -> None:
 def test_ranks_that_end_long_before_others_are_told_of_once(
     reports: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(attempts, "_SECONDS_APART", 0.3)
-    text = "import os, time\nif os.environ['RANK'] == '0': time.sleep(1.5)"
+    monkeypatch.setattr(early_ends, "_SECONDS_IDLE", 0.3)
+    text = "import os, time\nif os.environ['RANK'] == '0': time.sleep(2.5)"
     assert launch(3, [], [script(reports, text)]) == 0
     printed = capfd.readouterr().err
-    assert printed.count("without an error: ranks 1, 2. Still running: rank 0. Who waits") == 1
+    assert printed.startswith("Ranks 1, 2 ended ")
+    assert printed.count("without an error. Still running, but idle: rank 0. Who waits") == 1
+
+
+def test_a_rank_that_computes_on_when_the_others_have_ended_is_told_of_much_later(
+    reports: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(early_ends, "_SECONDS_IDLE", 0.5)
+    text = """
+import os, time
+end = time.monotonic() + 3
+while os.environ["RANK"] == "0" and time.monotonic() < end:
+    pass
+"""
+    program = script(reports, text)
+    assert launch(2, [], [program]) == 0
+    assert capfd.readouterr().err == ""
+
+    monkeypatch.setattr(early_ends, "_SECONDS_APART", 1.0)
+    assert launch(2, [], [program]) == 0
+    assert capfd.readouterr().err.count("without an error. Still running: rank 0. Who waits") == 1
 
 
 def test_under_nohup_a_terminal_may_close(reports: Path) -> None:

@@ -141,3 +141,24 @@ def test_a_program_with_a_double_dash_finds_fullshard_too(
     assert run_program(["--ranks", "1", str(program), "--", "--lr", "1"]) == 0
 
     assert capfd.readouterr().out.strip() == "fullshard.fsdp ['--', '--lr', '1']"
+
+
+def test_torch_warns_of_nothing_when_a_healthy_rank_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "WARNING")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import time, torch\n"
+        "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
+        "torch.distributed.init_process_group('gloo')\n"
+        "model = FSDP(torch.nn.Linear(4, 4))\n"
+        "if torch.distributed.get_rank() == 1: time.sleep(2.6)\n"
+        "model(torch.ones(1, 4)).sum().backward()\n"
+        "torch.distributed.barrier()\n"
+        "torch.distributed.destroy_process_group()\n"
+    )
+
+    assert run_program(["--ranks", "2", str(program)]) == 0
+
+    assert capfd.readouterr().err == ""

@@ -1,5 +1,4 @@
-"""Between two attempts of the elastic launcher: why there is another one, or why there is none;
-and within one, which ranks have ended long before the others.
+"""Between two attempts of the elastic launcher: why there is another one, or why there is none.
 
 The launcher itself tells of a failure only when it starts ranks no more, and starts them again
 whatever the failure was, after half a minute if one of them does not end when it is told to. It
@@ -11,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from .early_ends import tell_of_early_ends
 from .failures import failures_of, render
 
 __all__ = ["attempts_watched"]
@@ -29,14 +27,6 @@ _RESTARTS = "_remaining_restarts"
 #: would do in more, such as to save, they would have to do with that one.
 _RANKS = "_pcontext"
 _SECONDS_TO_END = 5
-#: Those of its ranks that have not ended, by their places on this machine, and all of them.
-_RUNNING = "_running_local_ranks"
-_STARTED = "subprocess_handlers"
-#: Seconds after which it is told that some ranks have ended and others have not.
-_SECONDS_APART = 20.0
-
-#: When the first of an attempt's ranks had ended, and whether that was told.
-_first_ends: weakref.WeakKeyDictionary[Any, tuple[float, bool]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -53,7 +43,7 @@ def attempts_watched() -> Iterator[None]:
         # A torch that is other than expected must not end a run that would go on.
         with contextlib.suppress(AttributeError, TypeError):
             _after_look(agent, result)
-            _tell_of_early_ends(agent)
+            tell_of_early_ends(agent, getattr(agent, _RANKS))
         return result
 
     setattr(LocalElasticAgent, _LOOKS, look_closely)
@@ -86,34 +76,11 @@ def _after_look(agent: Any, result: Any) -> None:
         setattr(agent, _RESTARTS, 0)
         return
     print(
-        f"{render(failures)}\nStarting again; {restarts - 1} more restarts after this.",
+        f"{render(failures)}\nStarting again; {_restarts(restarts - 1)} after this.",
         file=sys.stderr,
         flush=True,
     )
 
 
-def _tell_of_early_ends(agent: Any) -> None:
-    """Say, once, which ranks have ended without an error while others go on: maybe in vain."""
-    ranks = getattr(agent, _RANKS)
-    running = getattr(ranks, _RUNNING)
-    ended = set(getattr(ranks, _STARTED)) - running
-    if not (ended and running):
-        return
-    since, told = _first_ends.setdefault(ranks, (time.monotonic(), False))
-    seconds = time.monotonic() - since
-    if told or seconds < _SECONDS_APART:
-        return
-    _first_ends[ranks] = since, True
-    workers = agent._worker_group.workers
-    print(
-        f"Ended {seconds:.0f} s ago, without an error: {_numbered(workers, ended)}. Still running: "
-        f"{_numbered(workers, running)}. Who waits for a rank that has ended does so in vain: look "
-        "whether all ranks have the same number of batches.",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
-def _numbered(workers: Any, places: set[int]) -> str:
-    numbers = sorted(workers[place].global_rank for place in places)
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(map(str, numbers))}"
+def _restarts(number: int) -> str:
+    return f"{number} more restart{'s' * (number != 1)}"

@@ -90,6 +90,6 @@ def _in_one_line(problem: Any) -> str:
     if type(problem).__name__ == "NoSuchOption" and given:
         known = [flag for parameter in context.command.params for flag in parameter.opts]
         return f"there is no option {given!r}{nearest(given, known)}"
-    if message.endswith("?"):
+    if message.endswith("?"):  # Did you mean ...?
         return f"{message} See {context.command_path} --help"
     return f"{message.rstrip('.')}; see {context.command_path} --help"

@@ -18,6 +18,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 __all__ = ["Failure", "failures_of", "interruptions_in", "render"]
 
 _LAST = 2**63
+#: Lines that are short enough for a terminal, and the log for what is longer.
+_SHORT = 30
+_LOG = "failures.log"
 #: When a rank has failed, the launcher ends the others, and kills those that have not ended some
 #: seconds later: then a kill is a consequence. The launcher dates them by the second.
 _SECONDS_APART = 3
@@ -25,7 +28,10 @@ _SECONDS_APART = 3
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's end: ``reason`` in a line, ``traceback`` if there was one, ``when`` in ns."""
+    """One rank's end: ``reason`` in a line, ``traceback`` if there was one, ``when`` in ns.
+
+    ``short`` is the traceback as a terminal shows it, ``folder`` where its attempt keeps logs.
+    """
 
     rank: int
     reason: str
@@ -33,6 +39,8 @@ class Failure:
     exit_status: int
     when: int
     bad_input: bool = False
+    short: str = ""
+    folder: Path | None = None
 
 
 def failures_of(processes: Mapping[int, ProcessFailure]) -> list[Failure]:
@@ -57,18 +65,54 @@ def interruptions_in(run_directory: str | Path | None) -> list[Failure]:
 def render(failures: list[Failure]) -> str:
     """The first failure with its traceback, then one line for each of the others.
 
-    Bad input is one line in all: every rank has found out the same.
+    Where that is too long for a terminal, it is written to a log, and what remains of it begins and
+    ends with the line that says why. Bad input is one line in all: every rank has found out the
+    same.
     """
     if not failures:
         return ""
     first, *others = failures
     if first.bad_input:
         return f"fullshard: {first.reason}"
-    lines = [f"Rank {first.rank} failed first: {first.reason}"]
-    if first.traceback:
-        lines.append(first.traceback.rstrip("\n"))
-    lines += [f"Rank {other.rank} failed after it: {other.reason}" for other in others]
-    return "\n".join(lines)
+    why = f"Rank {first.rank} failed first: {first.reason}"
+    in_full = [why, *first.traceback.splitlines(), *_one_line_each(others)]
+    in_short = [why, *first.short.splitlines(), *_one_line_each(others)]
+    if in_short == in_full and len(in_full) <= _SHORT:
+        return "\n".join(in_full)
+    log = _write_log(failures)
+    if log is None:
+        return "\n".join(in_full)
+    if len(in_short) > _SHORT:
+        in_short = [why, *first.short.splitlines(), *_one_line_per_reason(others)]
+    return "\n".join([*in_short, f"The full tracebacks of all ranks are in {log}", why])
+
+
+def _one_line_each(failures: list[Failure]) -> list[str]:
+    return [f"Rank {failure.rank} failed after it: {failure.reason}" for failure in failures]
+
+
+def _one_line_per_reason(failures: list[Failure]) -> list[str]:
+    ranks: dict[str, list[int]] = {}
+    for failure in failures:
+        ranks.setdefault(failure.reason, []).append(failure.rank)
+    return [
+        f"Rank{'s' * (len(of) > 1)} {', '.join(map(str, sorted(of)))} failed after it: {reason}"
+        for reason, of in ranks.items()
+    ]
+
+
+def _write_log(failures: list[Failure]) -> Path | None:
+    """Write all that is known of ``failures`` into their attempt's folder, if that can be done."""
+    folder = next((failure.folder for failure in failures if failure.folder is not None), None)
+    if folder is None:
+        return None
+    parts = [f"Rank {f.rank}: {f.reason}\n{f.traceback}" for f in failures]
+    log = folder / _LOG
+    try:
+        log.write_text("\n".join(parts), encoding="utf-8")
+    except OSError:  # such as on a disk that is full, which may be what has failed
+        return None
+    return log
 
 
 def _from_process(rank: int, process: ProcessFailure, late: bool) -> Failure:
@@ -106,6 +150,8 @@ def _read(file: Path) -> Failure | None:
             int(info["exit_status"]),
             int(info["nanoseconds"]),
             bool(info.get("bad_input")),
+            info["short_callstack"],
+            file.parent.parent,
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None  # absent, cut off by a kill, or written by a program's own handler

@@ -1,8 +1,9 @@
 """Starting ranks through torch's elastic launcher, and ending them all when one fails.
 
 Every command that needs ranks goes through :func:`launch`. What the ranks themselves do first is
-in ``rank.py``, where they meet in ``meeting.py``; what is said about a failure is in
-``failures.py``, and whether ranks are started again after one in ``attempts.py``.
+in ``rank.py``, how those of one machine meet in ``one_machine.py``, those of several in
+``meeting.py``; what is said about a failure is in ``failures.py``, and whether ranks are started
+again after one in ``attempts.py``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import logging
 import os
 import signal
 import sys
-import uuid
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import (
     config_from_args,
@@ -31,7 +32,8 @@ from torch.distributed.run import (
 from . import rank
 from .attempts import attempts_watched
 from .failures import failures_of, interruptions_in, render
-from .meeting import ports_held
+from .meeting import guarded_rendezvous
+from .one_machine import loopback_variables, stay_on_machine
 from .problems import BadInput
 
 __all__ = ["default_ranks", "launch"]
@@ -45,7 +47,7 @@ _SHUTDOWN_SECONDS = 5
 #: What ended launches, each with the frames that it left, and so with the launcher's rendezvous. A
 #: thread of torch's looks at that from time to time: were it the last to hold it, it would have to
 #: wait for its own end, and say that it cannot.
-_interrupted: list[SignalException] = []
+_ended_by: list[Exception] = []
 
 
 def launch(
@@ -68,6 +70,12 @@ def launch(
     0
     """
     arguments = _arguments(ranks, launcher_options, command, before)
+    try:
+        on_one_machine = stay_on_machine(arguments)
+    except ValueError as error:
+        raise _refusal(arguments, error) from error
+    if arguments.master_port is None:
+        arguments.master_port = 29500
     ranks_print = arguments.redirects != "0" or arguments.tee != "0"
     environment = {
         "OMP_NUM_THREADS": str(
@@ -77,14 +85,18 @@ def launch(
         # A store of its own for every attempt: in a shared one, ranks that were started again would
         # find the addresses of those that died, and gloo would call there.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # When a rank is killed, torch's C++ code warns on each of the others, with a stack trace of
+        # its own, before the launcher can say what happened. What matters is raised as well.
+        "TORCH_CPP_LOG_LEVEL": None if "TORCH_DISTRIBUTED_DEBUG" in os.environ else "ERROR",
         rank.LAUNCHER: str(os.getpid()),
         rank.RANKS_PRINT: "1" if ranks_print else None,
+        **(loopback_variables() if on_one_machine else {}),
     }
     with (
         _environment_defaults(environment),
         _quiet_launcher(),
         attempts_watched(),
-        ports_held(),
+        guarded_rendezvous(),
     ):
         try:
             config, program, program_arguments = config_from_args(arguments)
@@ -97,7 +109,7 @@ def launch(
             print(render(failures), file=sys.stderr, flush=True)
             return failures[0].exit_status
         except SignalException as error:
-            _interrupted.append(error)
+            _ended_by.append(error)
             logs = getattr(config.logs_specs, "_run_log_dir", None)
             print(
                 f"Stopped by {error.sigval.name}; all ranks were ended.\n"
@@ -106,6 +118,14 @@ def launch(
                 flush=True,
             )
             return 128 + error.sigval.value
+        except RendezvousError as error:
+            _ended_by.append(error)
+            print(
+                f"fullshard: the launchers did not meet: {_causes(error)}",
+                file=sys.stderr,
+                flush=True,
+            )
+            return 1
         except (OSError, ValueError) as error:
             if _may_have_started(config.logs_specs):
                 raise
@@ -137,6 +157,8 @@ def _arguments(
     parser = get_args_parser()
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=str(default_ranks()))
+    if "PET_MASTER_PORT" not in os.environ:
+        parser.set_defaults(master_port=None)
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         # Under nohup: not the launcher's to end its ranks by, and ignored by them as well.
         parser.set_defaults(signals_to_handle="SIGTERM,SIGINT,SIGQUIT")
@@ -153,12 +175,6 @@ def _arguments(
     if ranks is not None:
         arguments.nproc_per_node = str(ranks)
     _check_numbers(arguments)
-    if _meets_nobody(arguments, parser.get_default("master_port")):
-        arguments.rdzv_backend = "c10d"
-        arguments.rdzv_endpoint = "localhost:0"
-        arguments.rdzv_id = str(uuid.uuid4())
-    if arguments.master_port is None:
-        arguments.master_port = 29500
     return arguments
 
 
@@ -182,6 +198,8 @@ def _check_numbers(arguments: Namespace) -> None:
             "--nnodes expects a number of machines, or the fewest and the most such as 1:4, but "
             f"got {arguments.nnodes!r}"
         )
+    if arguments.standalone and fewest > 1:
+        raise BadInput(f"--standalone is for one machine, but --nnodes says {arguments.nnodes}")
     if arguments.max_restarts < 0:
         raise BadInput(f"--max-restarts expects 0 or more, but got {arguments.max_restarts}")
     if not arguments.monitor_interval > 0:
@@ -200,6 +218,16 @@ def _refusal(arguments: Namespace, problem: Exception) -> BadInput:
     return BadInput(f"torch's launcher refuses its options: {' '.join(str(problem).split())}")
 
 
+def _causes(error: BaseException) -> str:
+    """What an error says and what caused it, each in a line's worth of words."""
+    said = []
+    cause: BaseException | None = error
+    while cause is not None:
+        said.append(f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}")
+        cause = cause.__cause__
+    return " ".join(said)
+
+
 def _may_have_started(logs: object) -> bool:
     """Whether the launcher has made the folder that it makes for logs when it starts ranks.
 
@@ -208,18 +236,6 @@ def _may_have_started(logs: object) -> bool:
     if getattr(logs, "root_log_dir", None) == os.devnull:
         return True
     return getattr(logs, "_run_log_dir", "") is not None
-
-
-def _meets_nobody(arguments: Namespace, no_port: int | None) -> bool:
-    """Whether this machine is alone: then a free port is taken, and two runs never collide."""
-    if arguments.standalone:
-        return True
-    return (
-        arguments.rdzv_backend == "static"
-        and not arguments.rdzv_endpoint
-        and arguments.master_port == no_port
-        and parse_min_max_nnodes(arguments.nnodes)[1] == 1
-    )
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import faulthandler
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -22,7 +23,6 @@ import runpy
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
@@ -38,6 +38,22 @@ RANKS_PRINT = "FULLSHARD_RANKS_PRINT"
 LAUNCHER = "FULLSHARD_LAUNCHER"
 _PR_SET_PDEATHSIG = 1
 
+
+def _sibling(name: str) -> Any:
+    """A module of this folder, without the package around it, which imports torch."""
+    file = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"fullshard_{name}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_listening, _tracebacks = _sibling("listening"), _sibling("tracebacks")
+
+#: Whether this rank has come to the program's own lines, behind what is imported and called first.
+_program_has_begun = False
 _BEFORE_THE_PROGRAM = (__file__, runpy.__file__, "<frozen runpy>")
 
 
@@ -46,6 +62,7 @@ def main(words: Sequence[str]) -> None:
     if sys.stderr is not None:  # it may be closed
         faulthandler.enable(all_threads=True)
     end_with_launcher()
+    _listening.watch_for_torch()
     parser = argparse.ArgumentParser(prog="rank.py")
     parser.add_argument("--call", action="append", default=[])
     boundary = list(words).index("--")
@@ -85,6 +102,11 @@ def end_with_launcher() -> None:
         sys.exit("The launcher has ended")
 
 
+def _begin_program() -> None:
+    global _program_has_begun
+    _program_has_begun = True
+
+
 def run_program(command: Sequence[str]) -> None:
     """Run a script, or ``-m`` and a module, with the ``sys.argv`` that it expects."""
     if command[0] == "-m":
@@ -95,6 +117,7 @@ def run_program(command: Sequence[str]) -> None:
     if pkgutil.get_importer(command[0]) is None:
         _run_script(command[0])
     else:  # a folder or an archive, with a ``__main__`` in it
+        _begin_program()
         runpy.run_path(command[0], run_name="__main__")
 
 
@@ -113,6 +136,7 @@ def _run_script(script: str) -> None:
 def _run_module(name: str) -> None:
     find = getattr(runpy, "_get_module_details", None)
     if find is None:  # another Python: its ``__main__`` does not outlive the module's last line
+        _begin_program()
         runpy.run_module(name, run_name="__main__", alter_sys=True)
         return
     _, spec, code = find(name)
@@ -132,6 +156,7 @@ def _run_as_main(code: CodeType, **facts: Any) -> None:
     program = ModuleType("__main__")
     vars(program).update(facts, __builtins__=builtins)
     sys.modules["__main__"] = program
+    _begin_program()
     exec(code, vars(program))
 
 
@@ -141,17 +166,25 @@ def record(error: BaseException) -> None:
     if not file:
         return
     now = time.time_ns()
+    full = short = ""
     if isinstance(error, SystemExit):
-        reason, callstack = f"sys.exit({error.code!r})", ""
+        reason = f"sys.exit({error.code!r})"
     elif _is_bad_input(error):
-        reason, callstack = str(error), ""
+        reason = str(error)
+    elif isinstance(error, KeyboardInterrupt):
+        reason = _tracebacks.in_one_line(error)
+        if _program_has_begun:  # else a rank imports torch, for longer than some users wait
+            full = short = _tracebacks.of_interrupt(error, _begin_of_program(error))
     else:
-        reason, callstack = _summary(error), _program_traceback(error)
+        start = _begin_of_program(error)
+        reason = _tracebacks.in_one_line(error)
+        full, short = _tracebacks.in_full(error, start), _tracebacks.in_short(error, start)
     content = {
         "message": {
             "message": reason,
             "extraInfo": {
-                "py_callstack": callstack,
+                "py_callstack": full,
+                "short_callstack": short,
                 "timestamp": str(now // 10**9),
                 "nanoseconds": now,
                 "rank": int(os.environ.get("RANK", "0")),
@@ -179,18 +212,14 @@ def _is_bad_input(error: BaseException) -> bool:
     return (kind.__module__, kind.__name__) == ("fullshard.cli.problems", "BadInput")
 
 
-def _summary(error: BaseException) -> str:
-    return traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-
-
-def _program_traceback(error: BaseException) -> str:
-    """The traceback as the program alone would have printed it."""
+def _begin_of_program(error: BaseException) -> TracebackType | None:
+    """The program's first call in the traceback of ``error``, behind our own and Python's."""
     start = error.__traceback__
     while start is not None and _is_ours(start) and start.tb_next is not None:
         start = start.tb_next
     if start is not None and _is_ours(start) and isinstance(error, SyntaxError):
-        start = None  # the program's own: not a line of it has run
-    return "".join(traceback.format_exception(type(error), error, start))
+        return None  # the program's own: not a line of it has run
+    return start
 
 
 def _is_ours(step: TracebackType) -> bool:

@@ -44,8 +44,9 @@ PATIENCE = 2.0
 TELL_AFTER = 60.0
 #: Seconds after which a rank stops waiting for others that say nothing at all, at the latest.
 LAST_RESORT = 1800.0
-#: How often a waiting rank looks again.
+#: How often a waiting rank looks again; in the first seconds, this part of the time that it waited.
 _LOOK_EVERY = 0.25
+_OF_TIME_WAITED = 0.1
 #: How many past operations a rank can be compared by.
 _REMEMBERED = 512
 #: How many passes back the next one is predicted from (micro-batches, train and eval in turn).
@@ -189,7 +190,6 @@ class Agreement:
         waited = PATIENCE
         while True:
             self._look(waited, operation)
-            # Not by a short wait: each that ends in vain is a warning of torch's.
             time.sleep(_LOOK_EVERY)
             waited += _LOOK_EVERY
             if self._store.check([f"{key}/go"]):
@@ -203,15 +203,18 @@ class Agreement:
                 )
 
     def _comes_soon(self, key: str) -> bool:
-        """Whether all ranks are at ``key`` before patience ends."""
-        try:
-            self._store.wait([f"{key}/go"], timedelta(seconds=PATIENCE))
-            return True
-        except RuntimeError as error:
-            # Each kind of store has its own error and words for "not yet".
-            if "timeout" not in str(error).lower():
-                raise
-            return False
+        """Whether all ranks are at ``key`` before patience ends.
+
+        Asks the store again and again, at intervals that grow with the time that has passed. A wait
+        at the store that ends in vain is a warning of torch's, and healthy ranks may be slow.
+        """
+        began = time.monotonic()
+        while not self._store.check([f"{key}/go"]):
+            waited = time.monotonic() - began
+            if waited >= PATIENCE:
+                return False
+            time.sleep(min(waited * _OF_TIME_WAITED, _LOOK_EVERY, PATIENCE - waited))
+        return True
 
     def _forget_previous(self) -> None:
         """All ranks are here, so none is still reading the keys of the meeting before."""
