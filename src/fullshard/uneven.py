@@ -6,6 +6,7 @@ A rank without data still holds shards, for which the others need it and which i
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,7 @@ class UnevenInputs(nn.Module):
         self._joined = _JoinHook(
             self, optimizers, schedulers, bool(kwargs.get("divide_by_initial_world_size", True))
         )
-        return self._joined
+        return _OwnedByJoin(self._joined)
 
     @property
     def join_device(self) -> torch.device:
@@ -77,6 +78,26 @@ class UnevenInputs(nn.Module):
         if self._joined is None:
             return _all_ranks(self._unit).group
         return self._joined.joining.counting_group
+
+
+class _OwnedByJoin(JoinHook):
+    """Hands on what ``Join`` calls, and tells when the context is gone.
+
+    ``Join`` calls nobody when its block raises. It alone holds this object, which goes with it.
+    """
+
+    def __init__(self, hook: _JoinHook) -> None:
+        super().__init__()
+        self._hook = hook
+        weakref.finalize(self, hook.leave).atexit = False
+
+    def main_hook(self) -> None:
+        """Take part in one step of the ranks that have data."""
+        self._hook.main_hook()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take over, at the end, what the last rank did to learning rates."""
+        self._hook.post_hook(is_last_joiner)
 
 
 class _JoinHook(JoinHook):
@@ -131,7 +152,12 @@ class _JoinHook(JoinHook):
 
     def main_hook(self) -> None:
         """Take part in one step of the ranks that have data."""
-        self._follower.follow(self.joining)
+        try:
+            self._follower.follow(self.joining)
+        except BaseException:
+            # The block that ``Join`` is around raises with it.
+            self.leave()
+            raise
 
     def _obey(self, verb: str, detail: Any) -> None:
         if verb == "clip":
@@ -166,12 +192,14 @@ class _JoinHook(JoinHook):
         self.leave()
 
     def leave(self) -> None:
-        """Forget the context."""
+        """Forget the context, unless that is done."""
+        if self._model._joined is not self:
+            return
+        self._model._joined = None
         for hook in self._hooks:
             hook.remove()
         self._schedule.join(None)
         self.joining.leave()
-        self._model._joined = None
 
 
 def _all_ranks(unit: Unit) -> Group:

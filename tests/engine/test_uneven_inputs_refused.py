@@ -70,6 +70,31 @@ def test_what_ranks_without_data_cannot_follow_raises_on_all_of_them(
     with pytest.raises(RuntimeError, match="inside of Join, while some ranks have run out of data"):
         run_and_then(model, optimizer, batches, operation)
 
+    # Nothing is left of the context: other models of the same ranks train and are saved.
+    del model, optimizer
+    other, its_optimizer = wrap(use_orig_params=True)
+    loss_of(other, dist.get_rank(), 0).backward()
+    its_optimizer.step()
+    assert other.state_dict()
+
+
+@ranks(2)
+def test_nothing_is_left_of_a_join_whose_block_raises() -> None:
+    model, optimizer = wrap(use_orig_params=True)
+
+    def train() -> None:
+        with Join([model], optimizer=optimizer):
+            loss_of(model, dist.get_rank(), 0).backward()
+            raise ArithmeticError("the program's own")
+
+    with pytest.raises(ArithmeticError):
+        train()
+
+    assert model._unit.joining is None
+    assert not optimizer._optimizer_step_pre_hooks
+    loss_of(model, dist.get_rank(), 1).backward()
+    assert model.state_dict()
+
 
 def run_and_then(
     model: FSDP, optimizer: torch.optim.Optimizer, batches: list[int], operation: Any

@@ -245,4 +245,6 @@ class Joining:
             "Join. Do it outside of the context, or pass throw_on_early_termination=True"
         )
         self.tell("refused", detail=message)
+        # All ranks raise, and none of them is in the context any more.
+        self._terminated()
         raise RuntimeError(message)
