@@ -61,7 +61,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "show full": ("engine.unit:Unit.show_full",),
     "show sharded": ("engine.unit:Unit.show_sharded",),
     "node": ("engine.unit:Unit.count_as_run_now", "engine.unit:Unit._tracked"),
-    "free": ("engine.unit:Unit.release", "engine.residents:Residents.shelve"),
+    "free": ("engine.unit:Unit.release", "engine.residency:UnshardedUnits.reshard"),
     "schedule, backward": (
         "engine.backward:Backward.on_output_gradient",
         "engine.backward:Backward._on_gradients",

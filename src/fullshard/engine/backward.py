@@ -23,9 +23,9 @@ from .comm_hook import settle_by_vote
 from .device import HostLines
 from .gradients import Gradients
 from .joining import Joining
-from .progress import Call, Progress
 from .reduction import Reduction
-from .residents import Residents
+from .residency import Residency, UnshardedUnits
+from .step_state import ForwardCall
 from .unit import State, Unit
 from .untraced import untraced
 
@@ -44,9 +44,10 @@ class _MadeGraph:
 class Backward:
     """Drives the units below a root from the outputs' gradients to the parameters'."""
 
-    def __init__(self, units: Sequence[Unit], residents: Residents, lines: HostLines) -> None:
-        self._residents = residents
-        self._progress = residents.progress
+    def __init__(self, units: Sequence[Unit], unsharded: UnshardedUnits, lines: HostLines) -> None:
+        self._unsharded = unsharded
+        self._states = unsharded.states
+        self._residencies = unsharded.residencies
         self._lines = lines
         self._units = len(units)
         #: Whether shards and gradients rest on the host, away from where the units compute.
@@ -78,7 +79,7 @@ class Backward:
 
     @property
     def is_running(self) -> bool:
-        return self._residents.in_backward
+        return self._unsharded.in_backward
 
     # -- what forward tells -------------------------------------------------------------------
 
@@ -96,7 +97,9 @@ class Backward:
     # -- what autograd tells ------------------------------------------------------------------
 
     @untraced
-    def on_output_gradient(self, unit: Unit, exact: bool, call: Call | None, found: Any) -> None:
+    def on_output_gradient(
+        self, unit: Unit, exact: bool, call: ForwardCall | None, found: Any
+    ) -> None:
         """A gradient reached an output of the unit: it needs its parameters."""
         if unit.summoned:
             raise ValueError(
@@ -110,26 +113,26 @@ class Backward:
         if not self._lines.runs_ahead:
             with torch.no_grad():
                 self._carry_out_reduce()
-        progress = self._progress[unit]
+        state = self._states[unit]
         if call is not None and call.reached_in != self._number:
             call.reached_in = self._number
-            progress.open_calls += 1
-        if progress.task is not None and unit.shows_full and unit.exact == exact:
+            state.open_calls += 1
+        if state.task is not None and unit.shows_full and unit.exact == exact:
             return
-        progress.task = torch._C._current_graph_task_id()
-        if progress.asked_for is not None:
+        state.task = torch._C._current_graph_task_id()
+        if self._residencies[unit].is_requested:
             # Shown by the user's own wish, maybe as plain tensors: that is no change.
             unit.show_sharded()
         if unit.shows_full and unit.state is State.GATHERED and unit.exact == exact:
             _check_unchanged(unit)
-        self._residents.drop_outdated(unit)
-        self._residents.gather(unit, exact)
+        self._unsharded.reshard_if_changed(unit)
+        self._unsharded.unshard(unit, exact)
         unit.show_full(tracked=True)
         if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch(unit)
 
     @untraced
-    def on_input_gradients(self, unit: Unit, of_call: weakref.ref[Call], _: Any) -> None:
+    def on_input_gradients(self, unit: Unit, of_call: weakref.ref[ForwardCall], _: Any) -> None:
         """The gradients of a forward's inputs are there: maybe nothing of it is left to compute.
 
         Parameters that were used with detached inputs come after them, if they are not there yet.
@@ -137,9 +140,9 @@ class Backward:
         call = of_call()
         if call is not None and call.reached_in == self._number and self.is_running:
             call.reached_in = -1
-            progress = self._progress[unit]
-            progress.open_calls -= 1
-            if progress.open_calls == 0 and (progress.received or not unit.has_trainable):
+            state = self._states[unit]
+            state.open_calls -= 1
+            if state.open_calls == 0 and (state.received or not unit.has_trainable):
                 self._close(unit)
 
     def _on_gradients(self, unit: Unit, gradients: Sequence[Gradients]) -> None:
@@ -152,7 +155,7 @@ class Backward:
 
     def _enter(self) -> None:
         if not self.is_running:
-            self._residents.in_backward = True
+            self._unsharded.in_backward = True
             self._since_pass = True
             self._creates_graph = torch.is_grad_enabled()
             self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -185,13 +188,13 @@ class Backward:
         if self._in_flight is unit:
             # A second part of the unit's gradients: its reduce buffer must be free again.
             self._carry_out_reduce()
-        progress = self._progress[unit]
-        progress.received = True
-        if progress.task is not None and progress.task != torch._C._current_graph_task_id():
+        state = self._states[unit]
+        state.received = True
+        if state.task is not None and state.task != torch._C._current_graph_task_id():
             # A reentrant checkpoint inside the unit: a part of its backward, in a graph of its
             # own. More parts may follow, and they need the parameters.
-            progress.inputs_tell = True
-        elif progress.open_calls == 0 and not progress.held:
+            state.inputs_tell = True
+        elif state.open_calls == 0 and not state.held:
             self._close(unit)
         if unit.synchronizes:
             self._with_local_gradients.pop(unit, None)
@@ -224,24 +227,25 @@ class Backward:
 
     def _close(self, unit: Unit) -> None:
         """The unit's backward is over: its parameters are not needed any more."""
-        progress = self._progress[unit]
-        progress.close()
-        if progress.active:
+        state = self._states[unit]
+        state.close()
+        if state.active:
             # A backward inside its own forward, which still computes with the full parameters.
             return
-        if self._pins(progress):
+        residency = self._residencies[unit]
+        if self._pins(residency):
             # Gradients that are differentiated again reach the parameters by ways of their own.
-            progress.pinned = True
+            residency.pin()
             unit.show_sharded()
         elif not unit.synchronizes and unit.options.keeps_full_after_forward:
-            progress.kept = True
+            residency.keep()
             unit.show_sharded()
         else:
-            self._residents.shelve(unit)
+            self._unsharded.reshard(unit)
 
-    def _pins(self, progress: Progress) -> bool:
+    def _pins(self, residency: Residency) -> bool:
         """Whether a backward that follows needs the full parameters in the memory they are in."""
-        if self._creates_graph or not progress.pinned:
+        if self._creates_graph or not residency.is_pinned:
             return self._creates_graph
         return self._keeps_graph or len(self._pending_graphs) > 0
 
@@ -278,7 +282,7 @@ class Backward:
         # A copy of whole shards is made in no time. At the beginning of a backward, when what the
         # loss needs takes the most memory, there is none to spare for it.
         if following.is_sharded or cursor < len(self._passed) - 1:
-            self._residents.prefetch(following, exact)
+            self._unsharded.prefetch(following, exact)
             if not self._lines.runs_ahead:
                 self._ahead = following
                 if cursor == len(self._passed) - 1:
@@ -357,8 +361,8 @@ class Backward:
 
     def _end(self) -> None:
         self._made = self._ahead = None
-        self._residents.in_backward = False
-        self._residents.end_backward(self._pins)
+        self._unsharded.in_backward = False
+        self._unsharded.end_backward(self._pins)
         self._lines.settle()
 
 

@@ -2,7 +2,8 @@
 
 One schedule is shared by all units below a root. It moves units through their states (``unit.py``
 says how) as their forwards begin and end, and as the user asks; ``backward.py`` does so from the
-first output's gradient to the end of a backward, and both share the ``residents``.
+first output's gradient to the end of a backward. Both share the unsharded units, of which
+``residency.py`` knows why each of them is unsharded.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from .autograd import holds_reentrant_checkpoint, in_backward, is_handed_out
 from .backward import Backward
 from .device import lines_for
 from .joining import Joining
-from .progress import Call
-from .residents import Residents
+from .residency import Reason, UnshardedUnits
 from .side_outputs import SideOutputs
+from .step_state import ForwardCall
 from .structures import hold_containers, list_tensors, replace_tensors, tensors_in
 from .unit import State, Unit
 from .untraced import untraced
@@ -37,10 +38,11 @@ class Schedule:
         self.root = root
         self.units = list(units)
         self._modules = {unit.module for unit in units}
-        self._residents = Residents(self.units)
-        self._progress = self._residents.progress
+        self._unsharded = UnshardedUnits(self.units)
+        self._states = self._unsharded.states
+        self._residencies = self._unsharded.residencies
         self._lines = lines_for(root.device)
-        self._backward = Backward(self.units, self._residents, self._lines)
+        self._backward = Backward(self.units, self._unsharded, self._lines)
         self._joining: Joining | None = None
         self._depth = 0
         self._order: list[Unit] = []
@@ -65,8 +67,8 @@ class Schedule:
         """Bring one unit, or all, back to sharded between steps."""
         if not in_backward():
             self._backward.break_off()
-        for other in [unit] if unit is not None else self._residents.all():
-            self._residents.abandon(other)
+        for other in [unit] if unit is not None else self._unsharded.all():
+            self._unsharded.keep_changes_and_reshard(other)
         self._lines.settle()
         # What comes next may gather, and an optimizer may have just given compute its step.
         self._lines.gather_after_compute()
@@ -75,8 +77,11 @@ class Schedule:
         """Return when what a backward that raised has left is cleaned up."""
         self._backward.await_clean_up()
 
-    def comes_to_rest(self) -> bool:
-        """Whether it is idle, once a backward that raised is cleaned up."""
+    def wait_until_idle(self) -> bool:
+        """Whether no forward and no backward is running, once one that raised is cleaned up.
+
+        May block for up to half a second, while another thread cleans up.
+        """
         self.await_clean_up()
         return self.is_idle
 
@@ -86,26 +91,25 @@ class Schedule:
         """Begin to gather a unit ahead of its use; inside a pass, as prefetching would."""
         if unit.summoned:
             return
-        if not self.comes_to_rest():
+        if not self.wait_until_idle():
             self._prefetch(unit, exact=False)
             return
         self._backward.break_off()
-        progress = self._progress[unit]
-        if unit.shows_full or progress.asked_for is not None:
+        residency = self._residencies[unit]
+        if unit.shows_full or residency.is_requested:
             return
-        if progress.awaits_backward and not progress.pinned:
+        if residency.reason is Reason.AWAITS_BACKWARD:
             # Its parameters may have changed since.
-            self._residents.shelve(unit)
+            self._unsharded.reshard(unit)
         unit.write_back()
         unit.shards.begin_pass("unshard", unit.name)
         self._lines.gather_after_compute()
-        self._residents.prefetch(unit, exact=False)
-        progress.prefetched = False
-        progress.asked_for = unit.versions()
+        self._unsharded.prefetch(unit, exact=False)
+        residency.request(unit.versions())
 
     def finish_unshard(self, unit: Unit) -> None:
         """Show what :meth:`unshard` gathers, between passes."""
-        if self.is_idle and self._progress[unit].asked_for is not None and not unit.shows_full:
+        if self.is_idle and self._residencies[unit].is_requested and not unit.shows_full:
             unit.finish_gather()
             unit.show_full(tracked=torch.is_grad_enabled())
             unit.remember_values()
@@ -113,14 +117,14 @@ class Schedule:
     def reshard(self, unit: Unit) -> None:
         """Give a unit's full parameters back; what was done to them since is kept."""
         self.await_clean_up()
-        progress = self._progress[unit]
-        if unit.summoned or progress.active or progress.task is not None:
+        state = self._states[unit]
+        if unit.summoned or state.active or state.task is not None:
             raise RuntimeError(
                 f"Unit {unit.name!r} computes with its full parameters now, or summon_full_params "
                 "shows them: reshard() it afterwards"
             )
-        if unit in self._residents:
-            self._residents.abandon(unit)
+        if unit in self._unsharded:
+            self._unsharded.keep_changes_and_reshard(unit)
             if self.is_idle:
                 self._lines.settle()
 
@@ -133,37 +137,37 @@ class Schedule:
             self._backward.break_off()
             self._begin_pass(unit)
         self._depth += 1
-        self._progress[unit].active += 1
+        self._states[unit].active += 1
 
-    def before_module(self, unit: Unit, exact: bool, inputs: Inputs) -> Call | None:
+    def before_module(self, unit: Unit, exact: bool, inputs: Inputs) -> ForwardCall | None:
         """Put full parameters in place."""
         if unit.summoned:
             self._check_summoned(unit)
             return None
-        progress = self._progress[unit]
+        state, residency = self._states[unit], self._residencies[unit]
         self._order.append(unit)
         if not unit.shows_full:
             self._take_over_changes(unit)
-        elif progress.asked_for is not None:
+        elif residency.is_requested:
             unit.keep_changes()
         if unit.pre_hooks:
             # They have just run, and may have changed the shards.
             self._lines.gather_after_compute()
-        if progress.prefetched:
+        if residency.reason is Reason.PREFETCHED:
             # Its gather was a guess; that all ranks run the unit has yet to be seen.
             unit.agree_to_run()
-        self._residents.gather(unit, exact)
+        self._unsharded.unshard(unit, exact)
         if self._prefetches_forward(unit):
             self._prefetch_forward(exact)
         tracked = torch.is_grad_enabled()
         unit.show_full(tracked)
         if tracked and not in_backward():
-            if progress.active == 1:
-                progress.birth = torch.autograd._get_sequence_nr()
-                progress.inputs = inputs
+            if state.active == 1:
+                state.birth = torch.autograd._get_sequence_nr()
+                state.inputs = inputs
                 self._side_outputs(unit).watch()
             unit.count_as_run_now()
-        if tracked and unit.handles and (progress.inputs_tell or unit.is_mixed):
+        if tracked and unit.handles and (state.inputs_tell or unit.is_mixed):
             return self._ask_inputs(unit, inputs)
         return None
 
@@ -172,39 +176,40 @@ class Schedule:
 
         It gathers ahead without being asked. Not seen is what was written by way of ``.data``.
         """
-        progress = self._progress[unit]
+        residency = self._residencies[unit]
         changed = unit.write_back()
         if unit.state is State.SHARDED or self._lines.runs_ahead or in_backward():
             return
-        if changed or progress.awaits_backward or self._residents.was_changed(unit):
-            if progress.pinned:
-                progress.outdated = True
+        awaits = residency.reason is Reason.AWAITS_BACKWARD
+        if changed or awaits or self._unsharded.was_changed(unit):
+            if residency.is_pinned:
+                residency.is_stale = True
             else:
-                self._residents.shelve(unit)
+                self._unsharded.reshard(unit)
 
-    def after_module(self, unit: Unit, output: Any, call: Call | None) -> Any:
+    def after_module(self, unit: Unit, output: Any, call: ForwardCall | None) -> Any:
         """Take full parameters away again, as the strategy says."""
-        progress = self._progress[unit]
-        if progress.active > 1 or progress.task is not None or unit.summoned:
+        state = self._states[unit]
+        if state.active > 1 or state.task is not None or unit.summoned:
             return output
         outputs = list_tensors(output)
         if unit.handles and any(unit.lends(tensor) for tensor in outputs):
             output = replace_tensors(output, lambda t: t.clone() if unit.lends(t) else t)
             outputs = list_tensors(output)
-        inputs, progress.inputs = progress.inputs, None
-        tracked = _entries(outputs, inputs, progress.birth)
+        inputs, state.inputs = state.inputs, None
+        tracked = _entries(outputs, inputs, state.birth)
         if torch.is_grad_enabled():
             filled = inputs if inputs is not None and hold_containers(*inputs) else None
-            aside = self._side_outputs(unit).made_since(progress.birth, filled)
+            aside = self._side_outputs(unit).made_since(state.birth, filled)
             if aside:
                 tracked += aside
                 self._tell_enclosing(unit, aside)
         if tracked:
             hook = functools.partial(self._backward.on_output_gradient, unit, unit.exact, call)
-            self._hook_outputs(tracked, hook, progress.birth)
-            if progress.inputs_tell is None:
-                progress.inputs_tell = holds_reentrant_checkpoint(tracked, progress.birth)
-                progress.held = progress.inputs_tell
+            self._hook_outputs(tracked, hook, state.birth)
+            if state.inputs_tell is None:
+                state.inputs_tell = holds_reentrant_checkpoint(tracked, state.birth)
+                state.held = state.inputs_tell
             self._backward.expect(unit, unit.exact)
         if in_backward():
             return output
@@ -212,19 +217,18 @@ class Schedule:
             _hook_handed_on(outputs)
         # A module that hides its outputs from us may still need its parameters in backward.
         hidden = not outputs and torch.is_grad_enabled() and unit.has_trainable
-        if progress.pinned:
+        if self._residencies[unit].is_pinned:
             unit.show_sharded()
         elif not (tracked or hidden):
-            self._residents.shelve(unit)
+            self._unsharded.reshard(unit)
         elif (unit.options.frees_after_forward or unit.holds_a_copy) and not hidden:
             if self._depth == 1 or self._begins_backward(unit):
                 # The first to be needed in backward: hide, but do not free.
                 unit.show_sharded()
-                progress.awaits_backward = True
-                if not self._lines.runs_ahead:
-                    progress.versions = unit.versions()
+                versions = None if self._lines.runs_ahead else unit.versions()
+                self._residencies[unit].leave_to_backward(versions)
             else:
-                self._residents.shelve(unit)
+                self._unsharded.reshard(unit)
         elif unit.options.keeps_full_after_forward:
             unit.remember_values()
         else:
@@ -271,22 +275,22 @@ class Schedule:
 
     def abandon(self, unit: Unit) -> None:
         """A unit's forward raised: leave nothing behind."""
-        progress = self._progress[unit]
-        progress.inputs = None
-        if progress.side_outputs is not None:
-            progress.side_outputs.shown = None
-        if progress.active == 1 and not in_backward() and not unit.summoned:
+        state = self._states[unit]
+        state.inputs = None
+        if state.side_outputs is not None:
+            state.side_outputs.shown = None
+        if state.active == 1 and not in_backward() and not unit.summoned:
             # From the outermost one, nothing of this pass is left to wait for a backward.
-            for other in [unit] if self._depth > 1 else [unit, *self._residents.all()]:
-                self._residents.shelve(other)
+            for other in [unit] if self._depth > 1 else [unit, *self._unsharded.all()]:
+                self._unsharded.reshard(other)
 
     @untraced
     def leave(self, unit: Unit) -> None:
         """A unit's forward is over, one way or the other."""
         self._depth -= 1
-        self._progress[unit].active -= 1
+        self._states[unit].active -= 1
         if self._depth == 0 and not in_backward():
-            self._residents.drop_prefetched()
+            self._unsharded.reshard_unused()
             self._lines.settle()
             if self._backward.offloads and not torch.is_grad_enabled():
                 # No backward follows that waits: the user may change what is still being read.
@@ -300,15 +304,15 @@ class Schedule:
             )
 
     def _side_outputs(self, unit: Unit) -> SideOutputs:
-        progress = self._progress[unit]
-        if progress.side_outputs is None:
-            progress.side_outputs = SideOutputs(unit, self._modules)
-        return progress.side_outputs
+        state = self._states[unit]
+        if state.side_outputs is None:
+            state.side_outputs = SideOutputs(unit, self._modules)
+        return state.side_outputs
 
     def _tell_enclosing(self, unit: Unit, aside: list[torch.Tensor]) -> None:
         """Let the unit around ``unit`` know by which tensors autograd may enter both of them."""
-        others = (p for other, p in self._progress.items() if other is not unit and p.active)
-        enclosing = max(others, key=lambda progress: progress.birth, default=None)
+        others = (p for other, p in self._states.items() if other is not unit and p.active)
+        enclosing = max(others, key=lambda state: state.birth, default=None)
         if enclosing is not None and enclosing.side_outputs is not None:
             enclosing.side_outputs.note(aside)
 
@@ -324,7 +328,7 @@ class Schedule:
         elif unit.shards.refuse is not None:
             unit.shards.refuse("pass of another model", unit.name)
         unit.begin_pass()
-        self._residents.begin_pass()
+        self._unsharded.begin_pass()
         self._lines.gather_after_compute()
         self._previous_order, self._order = self._order, []
         self._backward.begin_pass()
@@ -376,11 +380,11 @@ class Schedule:
         """Begin to gather a unit for a forward, with what the user replaced since its last one."""
         if unit.state is State.SHARDED:
             unit.write_back()
-            self._residents.prefetch(unit, exact)
+            self._unsharded.prefetch(unit, exact)
             if not self._lines.runs_ahead:
-                self._progress[unit].versions = unit.versions()
+                self._residencies[unit].versions = unit.versions()
 
-    def _ask_inputs(self, unit: Unit, inputs: Any) -> Call | None:
+    def _ask_inputs(self, unit: Unit, inputs: Any) -> ForwardCall | None:
         """Have the inputs' gradients tell when the unit's backward is over.
 
         Frozen parameters are needed until the inputs' gradients are there, which may be after
@@ -388,9 +392,9 @@ class Schedule:
         """
         tensors = [t for t in tensors_in(inputs) if t.requires_grad]
         if not tensors:
-            self._progress[unit].held = bool(self._progress[unit].inputs_tell)
+            self._states[unit].held = bool(self._states[unit].inputs_tell)
             return None
-        call = Call()
+        call = ForwardCall()
         # The outputs' hooks hold the call, and so it lasts as long as the forward's graph.
         hook = functools.partial(self._backward.on_input_gradients, unit, weakref.ref(call))
         if len(tensors) == 1:

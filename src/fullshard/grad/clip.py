@@ -58,7 +58,7 @@ def _check(schedule: Schedule, units: Sequence[Unit], norm_type: float) -> None:
             "`clip_grad_norm_()` should only be called on the root FSDP instance: the norm is the "
             f"whole model's, and unit {name!r} is a part of {schedule.root.name!r}"
         )
-    if not schedule.comes_to_rest():
+    if not schedule.wait_until_idle():
         raise RuntimeError(
             "clip_grad_norm_() in the middle of a forward or backward, where gradients are not "
             "complete: call it after backward"

@@ -117,7 +117,7 @@ def register(units: Sequence[Unit], schedule: Schedule, state: object, hook: Hoo
         raise ValueError(f"The communication hook must be callable but got {hook!r}")
     if any(unit.reduction.comm_hook is not None for unit in units):
         raise AssertionError("A communication hook is already registered")
-    if not schedule.comes_to_rest():
+    if not schedule.wait_until_idle():
         raise RuntimeError(
             "register_comm_hook in the middle of a forward or backward, where some units have "
             "reduced their gradients already: call it between steps"

@@ -278,7 +278,7 @@ def _check(
             stacklevel=4,
         )
     for unit, schedule in units:
-        if schedule is not None and not schedule.comes_to_rest():
+        if schedule is not None and not schedule.wait_until_idle():
             raise AssertionError(
                 "Cannot manually unshard parameters during forward/backward "
                 f"(unit {unit.name!r} is in the middle of a step)"

@@ -154,7 +154,7 @@ class ModelState:
 
     def refuse_inside_pass(self, what: str) -> None:
         schedule: Schedule | None = self._wrapper._schedule
-        if schedule is not None and not schedule.comes_to_rest():
+        if schedule is not None and not schedule.wait_until_idle():
             raise RuntimeError(
                 f"{what} of unit {self.unit.name!r} in the middle of a forward or backward: "
                 "parameters come and go there. Call it between steps"

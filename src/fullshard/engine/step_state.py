@@ -1,4 +1,7 @@
-"""How far each unit is in the running step: what is kept per unit and per forward."""
+"""How far each unit is in the running step: what is kept per unit and per forward call.
+
+Why a unit is unsharded is not kept here, but in ``residency.py``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ if TYPE_CHECKING:
     from .side_outputs import SideOutputs
 
 
-class Call:
+class ForwardCall:
     """One forward of a unit whose end of backward is told by its inputs' gradients."""
 
     __slots__ = ("__weakref__", "asking", "reached_in")
@@ -24,47 +27,24 @@ class Call:
             self.asking.remove()
 
 
-class Progress:
-    """What the schedule keeps per unit."""
+class StepState:
+    """What forward and backward keep per unit."""
 
     __slots__ = (
         "active",
-        "asked_for",
-        "awaits_backward",
         "birth",
         "held",
         "inputs",
         "inputs_tell",
-        "kept",
         "open_calls",
-        "outdated",
-        "pinned",
-        "prefetched",
         "received",
         "side_outputs",
         "task",
-        "versions",
     )
 
     def __init__(self) -> None:
         #: Forwards of this unit that are running now.
         self.active = 0
-        #: Gathered ahead of its use.
-        self.prefetched = False
-        #: Gathered because the user asked for it; what its parameters' versions were then.
-        self.asked_for: list[int] | None = None
-        #: Left gathered by a forward for the backward that follows: not for a forward, since
-        #: parameters may change in between.
-        self.awaits_backward = False
-        #: Left gathered by a backward inside ``no_sync``: its content is still right.
-        self.kept = False
-        #: What its parameters' versions were then; or, on a host, when a forward gathered it ahead
-        #: or left it gathered.
-        self.versions: list[int] | None = None
-        #: Left gathered by a backward with ``create_graph``, for the backward that follows.
-        self.pinned = False
-        #: Whether parameters may have changed since: ``.data`` can be written to unnoticed.
-        self.outdated = False
         #: What the running forward was called with: it may hand it on, or put tensors into it.
         self.inputs: Any = None
         #: Where the unit's modules keep tensors for others, such as auxiliary losses.

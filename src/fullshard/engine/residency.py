@@ -1,0 +1,241 @@
+"""Why each unit's full parameters are there, how that changes, and how they go again.
+
+Note: one reason at a time
+    A unit is unsharded for exactly one reason (:class:`Reason`), and the reason changes by one of
+    the named transitions that :class:`Residency` lists. Reasons exclude each other: when each was a
+    flag of its own, assertions at the beginning and end of every method that sets or reads one were
+    run under all tests of engine, hazards, original parameters, gradients, state and compat (2,731
+    tests), and no two of prefetched, requested, awaiting backward, kept and pinned were ever set at
+    the same time. Two further flags were seen beside others. *Stale* came with pinned only, and is
+    a part of it here. *Held* (``StepState.held``) came with several of them: it says that a running
+    backward still needs the unit, not why the unit is unsharded.
+
+    One pair that no test had met is possible: ``unshard()`` of a unit that is pinned. The unit
+    stays pinned, since its memory must stay; ``requested_versions`` keeps that it was requested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+
+from ..api import BackwardPrefetch
+from .step_state import StepState
+from .unit import State, Unit
+
+
+class Reason(Enum):
+    """Why a unit's full parameters are there, or on their way."""
+
+    #: They are not: the unit is sharded.
+    NONE = auto()
+    #: All-gathered ahead of its use, on a guess.
+    PREFETCHED = auto()
+    #: The user called ``unshard()``.
+    REQUESTED = auto()
+    #: A forward or a backward computes with them, or shows them since.
+    IN_USE = auto()
+    #: Left by a forward for the backward that follows. Not for a forward, since parameters may
+    #: change in between.
+    AWAITS_BACKWARD = auto()
+    #: Left by a backward inside ``no_sync``: the next forward finds them right.
+    KEPT = auto()
+    #: Left by a backward with ``create_graph``, in the memory that the next backward will read.
+    PINNED = auto()
+
+
+class Residency:
+    """Why one unit is unsharded, and what its parameters' versions were when that began.
+
+    The transitions, by what happens to the unit. A pinned unit stays pinned whoever else uses it,
+    until a backward keeps it or it is resharded.
+
+        prefetch           NONE                 → PREFETCHED
+        request            any but PINNED       → REQUESTED
+        use                any but PINNED       → IN_USE
+        leave_to_backward  IN_USE               → AWAITS_BACKWARD
+        keep               any but NONE         → KEPT
+        pin                any but NONE         → PINNED
+        reshard            any                  → NONE
+    """
+
+    __slots__ = ("is_stale", "reason", "requested_versions", "versions")
+
+    def __init__(self) -> None:
+        self.reason = Reason.NONE
+        #: The versions of the parameters when the user called ``unshard()``.
+        self.requested_versions: list[int] | None = None
+        #: The versions when a backward inside ``no_sync`` kept the unit; or, on a host, when a
+        #: forward prefetched it or left it unsharded.
+        self.versions: list[int] | None = None
+        #: Of a pinned unit: parameters may have changed since, and have to be all-gathered again
+        #: before the next use. ``.data`` can be written to unnoticed.
+        self.is_stale = False
+
+    # -- transitions --------------------------------------------------------------------------
+
+    def prefetch(self) -> None:
+        self.reason = Reason.PREFETCHED
+        self.versions = None
+
+    def request(self, versions: list[int]) -> None:
+        if self.reason is not Reason.PINNED:
+            self.reason = Reason.REQUESTED
+        self.requested_versions = versions
+
+    def use(self) -> None:
+        if self.reason is not Reason.PINNED:
+            self.reason = Reason.IN_USE
+        self.requested_versions = self.versions = None
+
+    def leave_to_backward(self, versions: list[int] | None) -> None:
+        if self.reason is Reason.IN_USE:
+            self.reason = Reason.AWAITS_BACKWARD
+            self.versions = versions
+
+    def keep(self) -> None:
+        if self.reason is not Reason.NONE:
+            self.reason = Reason.KEPT
+            self.is_stale = False
+
+    def pin(self) -> None:
+        if self.reason is not Reason.NONE:
+            self.reason = Reason.PINNED
+
+    def reshard(self) -> None:
+        self.reason = Reason.NONE
+        self.requested_versions = None
+        self.is_stale = False
+
+    # -- questions ----------------------------------------------------------------------------
+
+    @property
+    def is_requested(self) -> bool:
+        return self.requested_versions is not None
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.reason is Reason.PINNED
+
+    def serves_next_pass(self, versions: Callable[[], list[int]], any_changed: bool) -> bool:
+        """Whether a pass that begins may use what is there: the rest was for a backward that has
+        not come, and parameters may have changed since.
+
+        ``versions`` are those of the unit's parameters now; ``any_changed`` says whether parameters
+        of any unit changed since the last backward.
+        """
+        if self.requested_versions is not None:
+            return self.requested_versions == versions()
+        kept = self.reason is Reason.KEPT or self.reason is Reason.PINNED
+        return kept and not any_changed
+
+
+class UnshardedUnits:
+    """Unshards units and reshards them, on the word of the forward and of the backward."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.states = {unit: StepState() for unit in units}
+        self.residencies = {unit: Residency() for unit in units}
+        #: Whether a backward is running; ``backward.py`` says so.
+        self.in_backward = False
+        #: The units that are not sharded, in the order in which they were all-gathered.
+        self._unsharded: dict[Unit, None] = {}
+        self._kept_versions: dict[Unit, list[int]] = {}
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._unsharded
+
+    def all(self) -> list[Unit]:
+        """A copy, to be resharded from."""
+        return [*self._unsharded]
+
+    def unshard(self, unit: Unit, exact: bool) -> None:
+        """Have a unit's full parameters now, in the shards' precision if ``exact``."""
+        if unit.exact != exact and unit.state is not State.SHARDED:
+            self.reshard(unit)
+        residency = self.residencies[unit]
+        if residency.is_stale:
+            residency.is_stale = False
+            unit.fill_again()
+        unit.start_gather(exact)
+        unit.finish_gather()
+        residency.use()
+        self._unsharded[unit] = None
+
+    def prefetch(self, unit: Unit, exact: bool) -> None:
+        """Begin to all-gather a unit that will probably be next."""
+        if unit.state is State.SHARDED:
+            unit.start_gather(exact)
+            self.residencies[unit].prefetch()
+            self._unsharded[unit] = None
+
+    def reshard_if_changed(self, unit: Unit) -> None:
+        """Reshard a unit that awaits backward if its parameters were changed in the meantime."""
+        awaits = self.residencies[unit].reason is Reason.AWAITS_BACKWARD
+        if awaits and self.was_changed(unit):
+            self.reshard(unit)
+
+    def was_changed(self, unit: Unit) -> bool:
+        """Whether a unit's parameters were changed in place since their versions were noted."""
+        versions = self.residencies[unit].versions
+        return versions is not None and versions != unit.versions()
+
+    def reshard_unused(self) -> None:
+        """Reshard the units that were prefetched and not used."""
+        for unit in self.all():
+            if self.residencies[unit].reason is Reason.PREFETCHED:
+                self.reshard(unit)
+
+    def keep_changes_and_reshard(self, unit: Unit) -> None:
+        """Reshard a unit whose full parameters the user may have changed after forward."""
+        try:
+            if unit.shows_full:
+                unit.keep_changes()
+        finally:
+            self.reshard(unit)
+
+    def reshard(self, unit: Unit) -> None:
+        """Back to sharded: what every unit is outside of its compute."""
+        self.residencies[unit].reshard()
+        self._unsharded.pop(unit, None)
+        unit.show_sharded()
+        options = unit.options
+        prefetches = options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+        unit.release(late=not (prefetches if self.in_backward else options.forward_prefetch))
+
+    def begin_pass(self) -> None:
+        """Of what was unsharded before, leave what is still right."""
+        kept, self._kept_versions = self._kept_versions, {}
+        changed = bool(kept) and kept != self._versions()
+        for unit in self.all():
+            residency = self.residencies[unit]
+            stays = residency.serves_next_pass(unit.versions, changed)
+            if stays and not unit.shows_full:
+                unit.finish_gather()
+                stays = not unit.write_back()
+            if not stays:
+                self.keep_changes_and_reshard(unit)
+            elif residency.reason is Reason.KEPT and kept:
+                residency.versions = kept[unit]
+            # Its memory is what a pending backward will read.
+            residency.is_stale = residency.is_pinned
+
+    def end_backward(self, pins: Callable[[Residency], bool]) -> None:
+        """Reshard everything but what a following backward is promised, which ``pins`` tells."""
+        for unit in self.all():
+            state, residency = self.states[unit], self.residencies[unit]
+            state.close()
+            state.held = False
+            if state.active:
+                # A backward inside a forward: the unit is needed until that ends.
+                continue
+            if residency.reason is not Reason.PREFETCHED and pins(residency):
+                residency.pin()
+                unit.show_sharded()
+            elif residency.reason is not Reason.KEPT:
+                self.reshard(unit)
+        self._kept_versions = self._versions() if self._unsharded else {}
+
+    def _versions(self) -> dict[Unit, list[int]]:
+        """Counts of in-place changes to the parameters, by which kept full ones are checked."""
+        return {unit: unit.versions() for unit in self.states}
