@@ -111,14 +111,8 @@ class UnitFacts(nn.Module):
 
     @property
     def _is_summoned(self) -> bool:
-        """Whether ``summon_full_params`` shows this wrapper's full parameters.
-
-        A wrapper without parameters of its own is summoned with those inside of it.
-        """
-        if self._unit.handles:
-            return self._unit.summoned
-        nested = [m._unit for m in self.modules() if isinstance(m, UnitFacts)]
-        return any(unit.summoned for unit in nested)
+        """Whether the wrapper is inside of ``summon_full_params``, also if it has no parameters."""
+        return self._unit.summoning > 0
 
     @property
     def training_state(self) -> TrainingState:

@@ -118,6 +118,8 @@ class Unit:
         self.gathered: list[FullBuffer] = []
         #: Whether full parameters are shown by ``summon_full_params``.
         self.summoned = False
+        #: How many ``summon_full_params`` the unit is inside of, also if it has nothing to show.
+        self.summoning = 0
         #: Whether they are shown on every rank that shares the shards.
         self.summoned_everywhere = False
         #: Whether some of the full parameters that were last tracked are frozen.

@@ -41,6 +41,7 @@ def summon(
         for device in {unit.device for unit, _ in units}:
             summoned.callback(lines_for(device).settle)
         for unit, schedule in units:
+            summoned.enter_context(_counted(unit))
             if unit.handles:
                 assert schedule is not None
                 schedule.rest(unit)
@@ -49,6 +50,15 @@ def summon(
                 summoned.callback(shown.dismiss, writeback)
                 unit.summoned_everywhere = not rank0_only
         yield
+
+
+@contextlib.contextmanager
+def _counted(unit: Unit) -> Generator[None, None, None]:
+    unit.summoning += 1
+    try:
+        yield
+    finally:
+        unit.summoning -= 1
 
 
 class _Summoned:
