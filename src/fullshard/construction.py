@@ -13,6 +13,7 @@ from .api import CPUOffload, ShardingStrategy
 from .engine.build import broadcast_states, build_unit, compute_device, managed_parameters
 from .engine.collectives import group_for
 from .engine.optimizers import watch_optimizers
+from .engine.policy import UnitOptions
 from .engine.process_groups import ProcessGroups
 from .engine.suitability import (
     check_modules,
@@ -21,7 +22,7 @@ from .engine.suitability import (
     warn_of_container,
 )
 from .engine.tensor_parallel import localize
-from .engine.unit import Unit, UnitOptions
+from .engine.unit import Unit
 from .state.initialize import check_initializable, forget, holds_meta, materialize
 from .wrap import check_flat_unit_is_uniform, is_unit
 

@@ -21,12 +21,13 @@ from .construction import Initial, Material, construct_unit, strategy_for
 from .engine.build import own_modules
 from .engine.flat_param import _FSDP_USE_FULL_PREC_IN_EVAL
 from .engine.places import WRAPPED_MODULE, clean_tensor_name
+from .engine.policy import UnitOptions
 from .engine.precision import BufferPrecision, cast_floating, floating_dtype, move
 from .engine.process_groups import ProcessGroups, resolve_groups
 from .engine.schedule import Schedule
 from .engine.stand_ins import refuse_beside
 from .engine.suitability import check_modules, check_one_device, note_pieces, note_places
-from .engine.unit import Unit, UnitOptions
+from .engine.unit import Unit
 from .engine.untraced import untraced, untraced_itself
 from .facts import TrainingState, UnitFacts
 from .forward_method import ForwardMethod

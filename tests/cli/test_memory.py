@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,14 +11,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fullshard.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fullshard.cli.activations import record_step
 from fullshard.cli.data import Text
 from fullshard.cli.measure import bytes_of, watch_step
-from fullshard.cli.memory import Event, Facts, Moment, Strategy, UnitSizes, predict
+from fullshard.cli.memory import Event, Facts, Moment, UnitSizes, predict
 from fullshard.cli.options import Options
 from fullshard.cli.prediction import gpt_subject, predict_memory
 from fullshard.cli.scratch import scratch_bytes
 from fullshard.cli.training import build_model, run_step
+from fullshard.engine.policy import UnitOptions, policy_for
 from fullshard.testing import device, run_on_ranks
 
 CPU = torch.device("cpu")
@@ -32,6 +33,12 @@ UNITS = [
     UnitSizes("a", 50, 50, 100, 100, 50),
     UnitSizes("b", 30, 30, 60, 60, 30),
 ]
+
+
+def facts_of(strategy: ShardingStrategy, device_type: str = "cpu", **changes: Any) -> Facts:
+    prefetch = changes.pop("backward_prefetch", BackwardPrefetch.BACKWARD_PRE)
+    options = UnitOptions(strategy, MixedPrecision(), prefetch, False, True, True)
+    return Facts(options, policy_for(device_type), ranks=2, **changes)
 
 
 def moment(event: Event, unit: str, tensors: int = 0, gradients: int = 0) -> Moment:
@@ -58,14 +65,14 @@ STEP = [
     ("strategy", "gathered"),
     [
         # Two neighbours in backward: the unit and the one before it.
-        (Strategy.FREES_AFTER_FORWARD, 160),
-        (Strategy.KEEPS_UNTIL_BACKWARD, 160),
+        (ShardingStrategy.FULL_SHARD, 160),
+        (ShardingStrategy.SHARD_GRAD_OP, 160),
     ],
 )
 def test_parts_of_a_step_are_those_that_one_counts_by_hand(
-    strategy: Strategy, gathered: int
+    strategy: ShardingStrategy, gathered: int
 ) -> None:
-    found = predict(UNITS, STEP, Facts(strategy, ranks=2))
+    found = predict(UNITS, STEP, facts_of(strategy))
 
     assert found.at_most.shards == 80
     assert found.at_most.gradients == 80
@@ -78,10 +85,12 @@ def test_parts_of_a_step_are_those_that_one_counts_by_hand(
 def test_freed_units_are_not_there_while_others_run_forward() -> None:
     forward = STEP[:4]
 
-    freed = predict(UNITS, forward, Facts(Strategy.FREES_AFTER_FORWARD, ranks=2))
-    kept = predict(UNITS, forward, Facts(Strategy.KEEPS_UNTIL_BACKWARD, ranks=2))
-    late = predict(UNITS, forward, Facts(Strategy.FREES_AFTER_FORWARD, ranks=2, frees_late=True))
-    last = predict(UNITS, forward, Facts(Strategy.FREES_AFTER_FORWARD, ranks=2, keeps_last=2))
+    full_shard = ShardingStrategy.FULL_SHARD
+    freed = predict(UNITS, forward, facts_of(full_shard, backward_prefetch=None))
+    kept = predict(UNITS, forward, facts_of(ShardingStrategy.SHARD_GRAD_OP))
+    # An accelerator gives memory back one unit late; a host keeps the last two units for backward.
+    late = predict(UNITS, forward, facts_of(full_shard, "cuda"))
+    last = predict(UNITS, forward, facts_of(full_shard))
 
     assert freed.at_most.full_parameters == 100
     assert kept.at_most.full_parameters == late.at_most.full_parameters == 160
@@ -91,11 +100,10 @@ def test_freed_units_are_not_there_while_others_run_forward() -> None:
 def test_a_reduce_behind_compute_is_there_while_the_next_unit_computes() -> None:
     # The second unit's backward, at whose end its gradients are whole beside the first's reduce.
     until_then = [*STEP[:9], Moment(Event.BACKWARD, "a", 0, 0, 0, peak_gradients=100)]
-    facts = Facts(Strategy.KEEPS_UNTIL_BACKWARD, ranks=2)
-
-    at_once = predict(UNITS, until_then, facts)
-    behind = predict(UNITS, until_then, replace(facts, reduces_behind_compute=True))
-    to_the_end = predict(UNITS, STEP, replace(facts, reduces_behind_compute=True))
+    # A host reduces behind compute where parameters stay unsharded until then anyway.
+    at_once = predict(UNITS, until_then, facts_of(ShardingStrategy.FULL_SHARD))
+    behind = predict(UNITS, until_then, facts_of(ShardingStrategy.SHARD_GRAD_OP))
+    to_the_end = predict(UNITS, STEP, facts_of(ShardingStrategy.SHARD_GRAD_OP))
 
     assert at_once.at_most.whole_gradients == 60 + 60 + 30
     assert behind.at_most.whole_gradients == 60 + 60 + 30 + 100
@@ -103,8 +111,8 @@ def test_a_reduce_behind_compute_is_there_while_the_next_unit_computes() -> None
 
 
 def test_what_rests_on_the_host_is_not_counted_on_the_device() -> None:
-    facts = Facts(Strategy.FREES_AFTER_FORWARD, ranks=2)
-    offloaded = predict(UNITS, STEP, Facts(Strategy.FREES_AFTER_FORWARD, ranks=2, offloaded=True))
+    facts = facts_of(ShardingStrategy.FULL_SHARD)
+    offloaded = predict(UNITS, STEP, facts_of(ShardingStrategy.FULL_SHARD, offloaded=True))
 
     assert predict(UNITS, STEP, facts).host == 0
     assert offloaded.host == 80 + 80 + 160

@@ -1,17 +1,20 @@
 """How much memory a step takes on a rank: pure arithmetic over sizes and a list of moments.
 
-``activations.py`` finds the moments, by running the bare model without memory. Here the engine's
-schedule is followed through them: what is gathered, freed, staged and reduced when.
+``activations.py`` finds the moments, by running the bare model without memory. What is unsharded,
+resharded and reduced at each of them, the engine's own policy says.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-__all__ = ["Event", "Facts", "Moment", "Parts", "Prediction", "Strategy", "UnitSizes", "predict"]
+from fullshard.engine.policy import AfterForward, Policy, UnitOptions, UnitPlan
+
+__all__ = ["Event", "Facts", "Moment", "Parts", "Prediction", "UnitSizes", "predict"]
 
 
 class Event(Enum):
@@ -40,14 +43,6 @@ class Moment:
     peak_gradients: int
 
 
-class Strategy(Enum):
-    """What a sharding strategy means for memory."""
-
-    FREES_AFTER_FORWARD = auto()
-    KEEPS_UNTIL_BACKWARD = auto()
-    NOT_SHARDED = auto()
-
-
 @dataclass(frozen=True)
 class UnitSizes:
     """One unit's bytes on a rank.
@@ -66,9 +61,10 @@ class UnitSizes:
 
 @dataclass(frozen=True)
 class Facts:
-    """What else decides: how the ranks talk, and where shards rest."""
+    """What else decides: the units' options, their device, and how the ranks talk."""
 
-    strategy: Strategy
+    options: UnitOptions
+    policy: Policy
     ranks: int
     #: Bytes of optimizer state per byte of gradient shards; AdamW keeps two numbers.
     optimizer_factor: float = 2.0
@@ -78,12 +74,11 @@ class Facts:
     accumulates: bool = False
     #: Over gloo a reduce receives into memory as large as what it sends; two ranks, half of it.
     received_part: float = 1.0
-    #: Whether gradients are reduced while the next unit's backward computes.
-    reduces_behind_compute: bool = False
-    #: On an accelerator a unit's memory is given back one unit late in forward.
-    frees_late: bool = False
-    #: How many of the units that run last in forward are kept for backward, which begins with them.
-    keeps_last: int = 0
+
+    @functools.cached_property
+    def plan(self) -> UnitPlan:
+        """What the engine decides for units with these options."""
+        return self.policy.plan(self.options)
 
 
 @dataclass(frozen=True)
@@ -126,8 +121,8 @@ class Prediction:
 
 def predict(units: Sequence[UnitSizes], moments: Sequence[Moment], facts: Facts) -> Prediction:
     """Follow one step and return its largest moment."""
-    kept = _last_units(moments, facts.keeps_last)
-    walk = _Walk({unit.path: unit for unit in units}, facts, kept)
+    forwards = sum(moment.event is Event.FORWARD for moment in moments)
+    walk = _Walk({unit.path: unit for unit in units}, facts, forwards)
     for moment in moments:
         walk.follow(moment)
     peak, when = max(walk.seen, key=lambda seen: seen[0].total)
@@ -142,13 +137,15 @@ class _Walk:
 
     units: dict[str, UnitSizes]
     facts: Facts
-    #: Units that are not freed between forward and backward.
-    kept: set[str]
+    #: Forwards of units that have not begun yet.
+    forwards_to_come: int
     seen: list[tuple[Parts, str]] = field(default_factory=list)
     #: Units with full parameters, by path.
     gathered: dict[str, None] = field(default_factory=dict)
     #: Units in the order in which their forward ended, which backward follows in reverse.
     passed: list[str] = field(default_factory=list)
+    #: The unit whose forward began last.
+    begun: str | None = None
     owed: str | None = None
     #: The unit whose gradients are staged, and the one whose are being reduced.
     pending: UnitSizes | None = None
@@ -169,6 +166,14 @@ class _Walk:
             self._carry_out_reduce(moment)
         if unit is not None:
             self._apply(moment, unit)
+        self._consider_all(moment)
+        if moment.event is Event.END and self.in_flight is not None:
+            # What was reduced behind compute has none left to run behind.
+            self._carry_out_reduce(moment)
+            self._consider_all(moment)
+
+    def _consider_all(self, moment: Moment) -> None:
+        """Count what is there at a moment, with the gradients that are on their way."""
         waiting = self.pending.reduce_buffer if self.pending else 0
         waiting += self._reduce_memory(self.in_flight) if self.in_flight else 0
         self._consider(moment.peak_tensors, moment.peak_gradients + waiting, moment)
@@ -177,20 +182,24 @@ class _Walk:
         is_root = moment.unit == ""
         if moment.event is Event.FORWARD:
             self.gathered[unit.path] = None
+            self.begun = unit.path
+            self.forwards_to_come -= 1
         elif moment.event is Event.FORWARD_END:
             self.passed.append(unit.path)
-            # The root is not freed: backward begins with it. Whole shards that are computed with as
-            # they are take nothing; copies of them in another precision are freed like others.
-            stays = is_root or unit.path in self.kept
-            if self.facts.strategy is not Strategy.KEEPS_UNTIL_BACKWARD and not stays:
+            decision = self.facts.plan.after_forward(
+                is_outermost=is_root,
+                forwards_left=self.forwards_to_come + 1 if self.begun == unit.path else None,
+                # Whole shards that are computed with as they are take nothing.
+                holds_copy=not self.facts.options.is_sharded,
+            )
+            if decision is AfterForward.RESHARD:
                 self._free_after_forward(unit.path)
         elif moment.event is Event.BACKWARD:
             self._settle()
             self.gathered[unit.path] = None
             before = self.passed.index(unit.path) - 1
-            # Copies of whole shards are not made ahead while the root's outputs are there.
-            ahead = self.facts.strategy is not Strategy.NOT_SHARDED or not is_root
-            if before >= 0 and ahead:
+            ahead = self.facts.plan.prefetches_before_backward
+            if before >= 0 and ahead and self._may_prefetch(is_first=is_root):
                 self.gathered[self.passed[before]] = None
         elif moment.event is Event.GRADIENTS:
             self.gathered.pop(unit.path, None)
@@ -198,9 +207,12 @@ class _Walk:
             self._consider(moment.tensors, moment.gradients + unit.reduce_buffer, moment)
             self.pending = unit
 
+    def _may_prefetch(self, is_first: bool) -> bool:
+        return self.facts.policy.may_prefetch_in_backward(self.facts.options, is_first=is_first)
+
     def _free_after_forward(self, path: str) -> None:
         self._settle()
-        if self.facts.frees_late:
+        if self.facts.plan.releases_late_in_forward:
             self.owed = path
         else:
             self.gathered.pop(path, None)
@@ -217,7 +229,7 @@ class _Walk:
         unit, self.pending = self.pending, None
         if unit is None:
             return
-        if self.facts.reduces_behind_compute:
+        if self.facts.plan.reduces_behind_compute:
             self.in_flight = unit
             return
         self._consider(moment.tensors, moment.gradients + self._reduce_memory(unit), moment)
@@ -229,7 +241,7 @@ class _Walk:
 
     def _reduce_memory(self, unit: UnitSizes) -> int:
         """What a reduce takes: what it sends, what it receives, and what it writes."""
-        if self.facts.strategy is Strategy.NOT_SHARDED:
+        if not self.facts.options.is_sharded:
             return unit.reduce_buffer
         received = int(unit.reduce_buffer * self.facts.received_part)
         return unit.reduce_buffer + received + unit.reduced
@@ -239,14 +251,6 @@ class _Walk:
         on_device = (shards, self.gradients, optimizer) if not self.facts.offloaded else (0, 0, 0)
         full = sum(self.units[path].full for path in self.gathered)
         self.seen.append((Parts(*on_device, full, whole_gradients, tensors), _in_words(moment)))
-
-
-def _last_units(moments: Sequence[Moment], count: int) -> set[str]:
-    """Those of the ``count`` units that begin last in forward in which no other one runs."""
-    forward = [m for m in moments if m.event in (Event.FORWARD, Event.FORWARD_END)]
-    begun = [index for index, moment in enumerate(forward) if moment.event is Event.FORWARD]
-    last = begun[max(0, len(begun) - count) :]
-    return {forward[index].unit for index in last if index + 1 not in begun}
 
 
 def _in_words(moment: Moment) -> str:

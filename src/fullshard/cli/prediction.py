@@ -8,14 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fullshard.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fullshard.engine.policy import UnitOptions, policy_for
 from fullshard.wrap import describe
 from fullshard.wrap.description import Description, UnitDescription
 
 from .activations import record_step
-from .memory import Facts, Prediction, Strategy, UnitSizes, predict
+from .memory import Facts, Prediction, UnitSizes, predict
 from .model import GPT, VOCABULARY, next_token_loss
 from .options import Options
-from .sharding import checkpoint_units, compute_dtype, mixed_precision, wrap_policy
+from .sharding import STRATEGIES, checkpoint_units, compute_dtype, mixed_precision, wrap_policy
 
 __all__ = ["Loss", "Subject", "gpt_subject", "predict_memory", "token_loss"]
 
@@ -70,34 +72,36 @@ def predict_memory(
         lambda: subject.loss(model, sequences, options.sequence),
         device,
     )
-    strategy = _strategy(options.strategy, ranks)
     is_accelerator = device.type != "cpu"
     facts = Facts(
-        strategy,
+        _unit_options(options, ranks),
+        policy_for(device.type),
         ranks,
         offloaded=options.offload and is_accelerator,
         accumulates=options.accumulate > 1,
         received_part=0.0 if is_accelerator else 0.5 if ranks == 2 else 1.0,
-        reduces_behind_compute=is_accelerator or strategy is not Strategy.FREES_AFTER_FORWARD,
-        frees_late=is_accelerator,
-        keeps_last=2 if strategy is Strategy.FREES_AFTER_FORWARD and not is_accelerator else 0,
     )
     units = [_sizes(unit, options, facts) for unit in description.units]
     return description, predict(units, moments, facts)
 
 
-def _strategy(name: str, ranks: int) -> Strategy:
-    if name == "no_shard" or ranks == 1:
-        return Strategy.NOT_SHARDED
-    if name == "shard_grad_op":
-        return Strategy.KEEPS_UNTIL_BACKWARD
-    return Strategy.FREES_AFTER_FORWARD
+def _unit_options(options: Options, ranks: int) -> UnitOptions:
+    """What training asks of every unit; a rank alone has nothing to shard."""
+    strategy = ShardingStrategy.NO_SHARD if ranks == 1 else STRATEGIES[options.strategy]
+    return UnitOptions(
+        strategy,
+        mixed_precision(options) or MixedPrecision(),
+        BackwardPrefetch.BACKWARD_PRE,
+        forward_prefetch=False,
+        limit_all_gathers=True,
+        use_orig_params=True,
+    )
 
 
 def _sizes(unit: UnitDescription, options: Options, facts: Facts) -> UnitSizes:
     trained = 1 - unit.frozen_elements / unit.elements if unit.elements else 0
     gradient_shard = int(unit.shard_bytes * trained)
-    whole = facts.strategy is Strategy.NOT_SHARDED
+    whole = not facts.options.is_sharded
     # Where nothing is sharded, the shard itself is computed on, if its precision is right.
     stands = whole and options.precision == "float32" and not facts.offloaded
     # A rank alone has nothing to reduce, and uses its gradients as they are.

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from ..api import BackwardPrefetch
 from .autograd import BackwardEnd, in_backward, is_handed_out
 from .comm_hook import settle_by_vote
 from .device import HostLines
 from .gradients import Gradients
 from .joining import Joining
+from .policy import Policy
 from .reduction import Reduction
 from .residency import Residency, UnshardedUnits
 from .step_state import ForwardCall
@@ -44,11 +44,18 @@ class _MadeGraph:
 class Backward:
     """Drives the units below a root from the outputs' gradients to the parameters'."""
 
-    def __init__(self, units: Sequence[Unit], unsharded: UnshardedUnits, lines: HostLines) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        unsharded: UnshardedUnits,
+        lines: HostLines,
+        policy: Policy,
+    ) -> None:
         self._unsharded = unsharded
         self._states = unsharded.states
         self._residencies = unsharded.residencies
         self._lines = lines
+        self._policy = policy
         self._units = len(units)
         #: Whether shards and gradients rest on the host, away from where the units compute.
         self.offloads = any(unit.offloads for unit in units)
@@ -110,7 +117,7 @@ class Backward:
         self._enter()
         if self._made is not None:
             self._watch(self._made, found)
-        if not self._lines.runs_ahead:
+        if not self._policy.reduces_at_once:
             with torch.no_grad():
                 self._carry_out_reduce()
         state = self._states[unit]
@@ -128,7 +135,7 @@ class Backward:
         self._unsharded.reshard_if_changed(unit)
         self._unsharded.unshard(unit, exact)
         unit.show_full(tracked=True)
-        if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+        if unit.plan.prefetches_before_backward:
             self._prefetch(unit)
 
     @untraced
@@ -202,7 +209,7 @@ class Backward:
             self._reduced[unit] = None
             unit.reduction.stage(gradients)
             self._pending = unit
-            if self._lines.runs_ahead:
+            if self._policy.reduces_at_once:
                 unit.reduction.give_out()
                 if len(self._reduced) == 1:
                     # What the other units saved in forward is all there yet: memory is scarcest.
@@ -210,16 +217,14 @@ class Backward:
         else:
             unit.reduction.keep_local(gradients)
             self._with_local_gradients[unit] = None
-        if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+        if unit.plan.prefetches_after_backward:
             self._prefetch(unit)
         self._finish_ahead()
 
     def _finish_ahead(self) -> None:
-        """Have what a host gathers ahead before autograd can come to the unit that it is for.
+        """Have what was prefetched before autograd can come to the unit that it is for.
 
-        It may do so by tensors that the unit keeps where nobody finds them, and would then compute
-        with what has not arrived yet. An accelerator is not made to wait: it would lose what
-        overlaps at the beginning of a backward.
+        It would compute with what has not arrived yet: see ``Policy.waits_for_prefetch``.
         """
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
@@ -261,7 +266,7 @@ class Backward:
             in_flight.reduction.finish()
         if unit is None:
             return
-        if self._lines.runs_ahead:
+        if self._policy.reduces_at_once:
             unit.reduction.take_in()
         elif unit.reduction.may_run_behind_compute:
             self._in_flight = unit
@@ -279,13 +284,12 @@ class Backward:
         if cursor < 1:
             return
         following, exact = self._passed[cursor - 1]
-        # A copy of whole shards is made in no time. At the beginning of a backward, when what the
-        # loss needs takes the most memory, there is none to spare for it.
-        if following.is_sharded or cursor < len(self._passed) - 1:
+        is_first = cursor == len(self._passed) - 1
+        if self._policy.may_prefetch_in_backward(following.options, is_first=is_first):
             self._unsharded.prefetch(following, exact)
-            if not self._lines.runs_ahead:
+            if self._policy.waits_for_prefetch:
                 self._ahead = following
-                if cursor == len(self._passed) - 1:
+                if is_first:
                     # At the beginning, for which it was kept, mostly: nothing is waited for.
                     self._finish_ahead()
 

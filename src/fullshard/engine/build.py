@@ -12,9 +12,10 @@ from ..api import CPUOffload
 from .collectives import Group, group_for
 from .flat_param import FlatParamHandle
 from .places import Place, clean_tensor_name, find_places
+from .policy import UnitOptions
 from .process_groups import ProcessGroups
 from .tensor_parallel import Distribution
-from .unit import Unit, UnitOptions
+from .unit import Unit
 
 IsUnit = Callable[[nn.Module], bool]
 

@@ -122,12 +122,8 @@ class Reduction:
 
     @property
     def may_run_behind_compute(self) -> bool:
-        """Whether a host may sum gradients while the next unit's backward computes.
-
-        That takes a second reduce buffer, which is much where full parameters come and go, and
-        little where they stay.
-        """
-        return not self._unit.options.frees_after_forward and self.comm_hook is None
+        """Whether a host may sum gradients while the next unit's backward computes."""
+        return self._unit.plan.reduces_behind_compute and self.comm_hook is None
 
     def start(self) -> None:
         """Begin to reduce what is staged, behind what is computed until it is finished."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
-from ..api import BackwardPrefetch
 from .step_state import StepState
 from .unit import State, Unit
 
@@ -199,9 +198,10 @@ class UnshardedUnits:
         self.residencies[unit].reshard()
         self._unsharded.pop(unit, None)
         unit.show_sharded()
-        options = unit.options
-        prefetches = options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-        unit.release(late=not (prefetches if self.in_backward else options.forward_prefetch))
+        plan = unit.plan
+        unit.release(
+            plan.releases_late_in_backward if self.in_backward else plan.releases_late_in_forward
+        )
 
     def begin_pass(self) -> None:
         """Of what was unsharded before, leave what is still right."""

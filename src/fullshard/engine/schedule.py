@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from ..api import BackwardPrefetch
 from .autograd import holds_reentrant_checkpoint, in_backward, is_handed_out
 from .backward import Backward
 from .device import lines_for
 from .joining import Joining
+from .policy import AfterForward, policy_for
 from .residency import Reason, UnshardedUnits
 from .side_outputs import SideOutputs
 from .step_state import ForwardCall
@@ -42,7 +42,8 @@ class Schedule:
         self._states = self._unsharded.states
         self._residencies = self._unsharded.residencies
         self._lines = lines_for(root.device)
-        self._backward = Backward(self.units, self._unsharded, self._lines)
+        self._policy = policy_for(root.device.type)
+        self._backward = Backward(self.units, self._unsharded, self._lines, self._policy)
         self._joining: Joining | None = None
         self._depth = 0
         self._order: list[Unit] = []
@@ -157,9 +158,10 @@ class Schedule:
             # Its gather was a guess; that all ranks run the unit has yet to be seen.
             unit.agree_to_run()
         self._unsharded.unshard(unit, exact)
-        if self._prefetches_forward(unit):
-            self._prefetch_forward(exact)
         tracked = torch.is_grad_enabled()
+        plan = unit.plan
+        if plan.prefetches_in_training if tracked else plan.prefetches_in_evaluation:
+            self._prefetch_forward(exact, tracked)
         unit.show_full(tracked)
         if tracked and not in_backward():
             if state.active == 1:
@@ -178,7 +180,7 @@ class Schedule:
         """
         residency = self._residencies[unit]
         changed = unit.write_back()
-        if unit.state is State.SHARDED or self._lines.runs_ahead or in_backward():
+        if unit.state is State.SHARDED or not self._policy.checks_for_changes or in_backward():
             return
         awaits = residency.reason is Reason.AWAITS_BACKWARD
         if changed or awaits or self._unsharded.was_changed(unit):
@@ -221,34 +223,43 @@ class Schedule:
             unit.show_sharded()
         elif not (tracked or hidden):
             self._unsharded.reshard(unit)
-        elif (unit.options.frees_after_forward or unit.holds_a_copy) and not hidden:
-            if self._depth == 1 or self._begins_backward(unit):
-                # The first to be needed in backward: hide, but do not free.
-                unit.show_sharded()
-                versions = None if self._lines.runs_ahead else unit.versions()
-                self._residencies[unit].leave_to_backward(versions)
-            else:
-                self._unsharded.reshard(unit)
-        elif unit.options.keeps_full_after_forward:
+        else:
+            self._leave_to_backward(unit, hidden)
+        return output
+
+    def _leave_to_backward(self, unit: Unit, hidden: bool) -> None:
+        """Reshard, hide or show a unit through which a backward will come, as its plan says.
+
+        One whose outputs are ``hidden`` is not freed: nobody could tell when backward needs it.
+        """
+        plan, holds_copy = unit.plan, unit.holds_a_copy
+        decision = plan.after_forward(
+            is_outermost=self._depth == 1 or hidden,
+            forwards_left=self._forwards_left(unit) if plan.begins_backward_among else None,
+            holds_copy=holds_copy,
+        )
+        if decision is AfterForward.RESHARD:
+            self._unsharded.reshard(unit)
+        elif decision is AfterForward.SHOW:
             unit.remember_values()
         else:
             unit.show_sharded()
-        return output
+            if not hidden and (holds_copy or unit.options.frees_after_forward):
+                versions = unit.versions() if self._policy.checks_for_changes else None
+                self._residencies[unit].leave_to_backward(versions)
 
-    def _begins_backward(self, unit: Unit) -> bool:
-        """Whether a host's backward needs the unit, or gathers it ahead, at its very beginning.
+    def _forwards_left(self, unit: Unit) -> int | None:
+        """How many forwards remain, this one included, if the pass repeats the last one.
 
-        Going by the last forward, it does so with the two units that run last. An accelerator
-        gathers them behind the loss, for which it may need the memory.
+        None where it does not, where another unit ran inside of this one, and where this one will
+        run again.
         """
-        if self._lines.runs_ahead or not unit.options.frees_after_forward:
-            return False
-        if unit.options.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
-            return False
         position, previous = len(self._order) - 1, self._previous_order
-        if self._order[position] is not unit or not 0 < len(previous) - position <= 2:
-            return False
-        return previous[position] is unit and unit not in previous[position + 1 :]
+        left = len(previous) - position
+        if self._order[position] is not unit or not 0 < left <= unit.plan.begins_backward_among:
+            return None
+        runs_last = previous[position] is unit and unit not in previous[position + 1 :]
+        return left if runs_last else None
 
     def _hook_outputs(
         self, outputs: Sequence[torch.Tensor], hook: Callable[[Any], None], birth: int
@@ -333,30 +344,17 @@ class Schedule:
         self._previous_order, self._order = self._order, []
         self._backward.begin_pass()
 
-    def _prefetches_forward(self, unit: Unit) -> bool:
-        """Whether the next unit is gathered while this one computes.
-
-        An accelerator overlaps what it is given without being told. A host does not: it gathers
-        ahead where that takes no more memory than the unit takes anyway, since backward gathers
-        ahead or nothing is freed before it.
-        """
-        options = unit.options
-        if options.forward_prefetch or self._lines.runs_ahead:
-            return options.forward_prefetch
-        ahead = options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-        return ahead or (options.keeps_full_after_forward and torch.is_grad_enabled())
-
-    def _prefetch_forward(self, exact: bool) -> None:
-        position = len(self._order) - 1
-        previous = self._previous_order
-        if position + 1 >= len(previous) or previous[position] is not self._order[position]:
+    def _prefetch_forward(self, exact: bool, trains: bool) -> None:
+        """All-gather the units that come next, if the pass repeats the last one."""
+        position, previous = len(self._order) - 1, self._previous_order
+        left = len(previous) - position - 1
+        if left <= 0 or previous[position] is not self._order[position]:
             return
-        last = position + 2
-        if position == 0 and not self._lines.runs_ahead and self._keeps_all(previous):
-            # All of it will be there at the end of forward, when memory is scarcest. The sooner it
-            # is on its way, the less do ranks wait for each other.
-            last = len(previous)
-        for following in previous[position + 1 : last]:
+        is_first = position == 0
+        ahead = self._policy.units_ahead(
+            left, is_first=is_first, keeps_all=is_first and trains and self._keeps_all(previous)
+        )
+        for following in previous[position + 1 : position + 1 + ahead]:
             if self._may_be_changed(following):
                 break
             self._prefetch(following, exact)
@@ -373,15 +371,14 @@ class Schedule:
         return not (asked_for or unit.has_trainable) and any(u.has_trainable for u in self.units)
 
     def _keeps_all(self, units: Sequence[Unit]) -> bool:
-        keeps = all(unit.options.keeps_full_after_forward for unit in units)
-        return keeps and torch.is_grad_enabled()
+        return all(unit.options.keeps_full_after_forward for unit in units)
 
     def _prefetch(self, unit: Unit, exact: bool) -> None:
         """Begin to gather a unit for a forward, with what the user replaced since its last one."""
         if unit.state is State.SHARDED:
             unit.write_back()
             self._unsharded.prefetch(unit, exact)
-            if not self._lines.runs_ahead:
+            if self._policy.checks_for_changes:
                 self._residencies[unit].versions = unit.versions()
 
     def _ask_inputs(self, unit: Unit, inputs: Any) -> ForwardCall | None:

@@ -11,7 +11,6 @@ full parameters (``shows_full``).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from ..api import HYBRID_STRATEGIES, BackwardPrefetch, MixedPrecision, ShardingStrategy
-from ..api import NO_RESHARD_AFTER_FORWARD_STRATEGIES as KEEPING_STRATEGIES
 from .autograd import ParameterNode, is_handed_out
 from .buffers import FullBuffer
 from .collectives import Group
 from .device import lines_for
 from .flat_param import FlatParamHandle
 from .gradients import Gradients
+from .policy import UnitOptions, policy_for
 from .reduction import Reduction
 from .started import Started, lost
 
@@ -45,30 +43,6 @@ class State(Enum):
     SHARDED = auto()
     GATHERING = auto()
     GATHERED = auto()
-
-
-@dataclasses.dataclass(frozen=True)
-class UnitOptions:
-    """What the user asked for, for one unit."""
-
-    strategy: ShardingStrategy
-    mixed_precision: MixedPrecision
-    backward_prefetch: BackwardPrefetch | None
-    forward_prefetch: bool
-    limit_all_gathers: bool
-    use_orig_params: bool
-
-    @functools.cached_property
-    def frees_after_forward(self) -> bool:
-        return self.strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
-
-    @functools.cached_property
-    def keeps_full_after_forward(self) -> bool:
-        return self.strategy in KEEPING_STRATEGIES
-
-    @functools.cached_property
-    def is_hybrid(self) -> bool:
-        return self.strategy in HYBRID_STRATEGIES
 
 
 class _Tracked(NamedTuple):
@@ -154,6 +128,8 @@ class Unit:
     def device(self, device: torch.device) -> None:
         self._device = device
         self.lines = lines_for(device)
+        #: What is decided for this unit, on this kind of device, by its options.
+        self.plan = policy_for(device.type).plan(self.options)
 
     @functools.cached_property
     def world_size(self) -> int:
@@ -168,7 +144,7 @@ class Unit:
     @property
     def is_sharded(self) -> bool:
         """Whether a rank keeps a part of the parameters only."""
-        return self.options.strategy is not ShardingStrategy.NO_SHARD
+        return self.options.is_sharded
 
     @property
     def has_trainable(self) -> bool:
