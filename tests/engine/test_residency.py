@@ -60,7 +60,7 @@ def test_a_sharded_unit_is_neither_kept_nor_pinned() -> None:
 
 @given(st.lists(st.sampled_from(["request", "use", "leave_to_backward"])))
 def test_a_pinned_unit_stays_pinned_whoever_uses_it(events: list[str]) -> None:
-    assert after("use", "pin", *events).is_pinned
+    assert after("use", "pin", *events).reason is Reason.PINNED
 
 
 @given(st.lists(st.sampled_from([*EVENTS])))

@@ -24,7 +24,7 @@ from .gradients import Gradients
 from .joining import Joining
 from .policy import Policy
 from .reduction import Reduction
-from .residency import Residency, UnshardedUnits
+from .residency import Reason, Residency, UnshardedUnits
 from .step_state import ForwardCall
 from .unit import State, Unit
 from .untraced import untraced
@@ -250,7 +250,7 @@ class Backward:
 
     def _pins(self, residency: Residency) -> bool:
         """Whether a backward that follows needs the full parameters in the memory they are in."""
-        if self._creates_graph or not residency.is_pinned:
+        if self._creates_graph or residency.reason is not Reason.PINNED:
             return self._creates_graph
         return self._keeps_graph or len(self._pending_graphs) > 0
 

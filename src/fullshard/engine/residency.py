@@ -112,10 +112,6 @@ class Residency:
     def is_requested(self) -> bool:
         return self.requested_versions is not None
 
-    @property
-    def is_pinned(self) -> bool:
-        return self.reason is Reason.PINNED
-
     def serves_next_pass(self, versions: Callable[[], list[int]], any_changed: bool) -> bool:
         """Whether a pass that begins may use what is there: the rest was for a backward that has
         not come, and parameters may have changed since.
@@ -218,7 +214,7 @@ class UnshardedUnits:
             elif residency.reason is Reason.KEPT and kept:
                 residency.versions = kept[unit]
             # Its memory is what a pending backward will read.
-            residency.is_stale = residency.is_pinned
+            residency.is_stale = residency.reason is Reason.PINNED
 
     def end_backward(self, pins: Callable[[Residency], bool]) -> None:
         """Reshard everything but what a following backward is promised, which ``pins`` tells."""

@@ -184,7 +184,7 @@ class Schedule:
             return
         awaits = residency.reason is Reason.AWAITS_BACKWARD
         if changed or awaits or self._unsharded.was_changed(unit):
-            if residency.is_pinned:
+            if residency.reason is Reason.PINNED:
                 residency.is_stale = True
             else:
                 self._unsharded.reshard(unit)
@@ -219,7 +219,7 @@ class Schedule:
             _hook_handed_on(outputs)
         # A module that hides its outputs from us may still need its parameters in backward.
         hidden = not outputs and torch.is_grad_enabled() and unit.has_trainable
-        if self._residencies[unit].is_pinned:
+        if self._residencies[unit].reason is Reason.PINNED:
             unit.show_sharded()
         elif not (tracked or hidden):
             self._unsharded.reshard(unit)
@@ -232,7 +232,8 @@ class Schedule:
 
         One whose outputs are ``hidden`` is not freed: nobody could tell when backward needs it.
         """
-        plan, holds_copy = unit.plan, unit.holds_a_copy
+        plan, frees = unit.plan, unit.options.frees_after_forward
+        holds_copy = not frees and unit.holds_a_copy
         decision = plan.after_forward(
             is_outermost=self._depth == 1 or hidden,
             forwards_left=self._forwards_left(unit) if plan.begins_backward_among else None,
@@ -244,7 +245,7 @@ class Schedule:
             unit.remember_values()
         else:
             unit.show_sharded()
-            if not hidden and (holds_copy or unit.options.frees_after_forward):
+            if not hidden and (frees or holds_copy):
                 versions = unit.versions() if self._policy.checks_for_changes else None
                 self._residencies[unit].leave_to_backward(versions)
 
