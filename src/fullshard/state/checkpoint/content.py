@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -146,7 +147,8 @@ class Targets:
     tensors are read whole by every rank.
     """
 
-    def __init__(self, own: Mapping[str, Any], manifest: Manifest) -> None:
+    def __init__(self, own: Mapping[str, Any], manifest: Manifest, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
         self._tables = manifest.tensors
         self.tensors: dict[str, Any] = {}
         self._patterns: dict[str, Any] = {}
@@ -169,5 +171,5 @@ class Targets:
             if pattern is not None and tuple(shape_of(pattern)) == table.shape:
                 self.tensors[name] = empty_like(pattern, table.dtype)
             else:
-                self.tensors[name] = empty(name, table)
+                self.tensors[name] = empty(self._checkpoint, name, table)
         return self.tensors[name]

@@ -152,7 +152,7 @@ class _Loading:
             own = sharded_state(model)
             check_same_model(own, manifest, str(checkpoint))
             _check_optimizers(optimizers, manifest, checkpoint)
-            targets = Targets(own, manifest)
+            targets = Targets(own, manifest, checkpoint)
             state = put_together(manifest.content["model"], targets.tensor)
             saved = manifest.content["optimizers"] if optimizers else []
             return targets.tensors, state, put_together(saved, targets.tensor)
