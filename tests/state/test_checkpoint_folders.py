@@ -10,11 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from tests.original.training import Net, build
 from tests.state.damage import IMPOSTORS, fill, in_time, read_body, values_of, write_body
+from tests.state.models import wrapped
+from tests.state.optimizers import adam, trained
+from tests.state.test_checkpoints import shared_folder
 from torch import nn
 
 import fullshard
-from fullshard import CheckpointError
+from fullshard import CheckpointError, ShardingStrategy
+from fullshard.testing import ranks
 
 INDEX = "checkpoints.json"
 
@@ -158,3 +164,20 @@ def test_memory_that_cannot_be_had_is_told_with_the_checkpoint(tmp_path: Path) -
         file.truncate(size)
     with pytest.raises(CheckpointError, match=f"{checkpoint} cannot be loaded: /extra/huge"):
         fullshard.latest(tmp_path)
+
+
+@ranks(2)
+def test_an_optimizer_that_lacks_parameters_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
+    folder = shared_folder(tmp_path)
+    model = wrapped(build(Net), ShardingStrategy.FULL_SHARD, "blocks", use_orig_params=True)
+    optimizer = adam(model)
+    trained(model, optimizer, range(1))
+    fullshard.save(folder, model, optimizer, step=1)
+    fill(model, 9)
+    first, *others = model.parameters()
+    lacking = torch.optim.Adam(others if dist.get_rank() == 1 else [first, *others])
+
+    with in_time(), pytest.raises(CheckpointError, match="step-00000001 does not fit"):
+        fullshard.load(folder, model, lacking)
+
+    assert values_of(model) == {9.0}

@@ -21,6 +21,8 @@ from ...api import (
 )
 from ...engine.places import clean_tensor_name
 from ...wrap import is_unit
+from ..optim_conversion import check_fits
+from ..optim_parameters import parameter_groups_of
 from ..optim_state_dicts import OptimStateDicts
 from ..sharded_tensors import empty_like, is_sharded, shape_of
 from ..state_dicts import StateDicts
@@ -73,6 +75,14 @@ def sharded_state(model: nn.Module) -> dict[str, Any]:
     """The model's own state, for its names, shapes and cuts."""
     with _sharded(model):
         return dict(model.state_dict())
+
+
+def check_optimizers(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], states: Sequence[Any]
+) -> None:
+    """Raise if an optimizer of this rank is another's; without communication."""
+    for each, found in zip(optimizers, states, strict=True):
+        check_fits(model, parameter_groups_of(model, each), found)
 
 
 def put_back(
