@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.state.damage import in_time
 
 from fullshard.cli.main import main
 
@@ -90,6 +92,19 @@ def test_a_run_that_is_there_already(refused, tmp_path: Path) -> None:
 def test_a_run_that_is_not_there(refused) -> None:
     assert "there is no run in runs to resume" in refused("train", "--resume")
     assert "there is no run 'mine' in runs" in refused("train", "--resume", "--name", "mine")
+
+
+@pytest.mark.parametrize("file", ["config.toml", ".lock", "metrics.jsonl", ".config.toml.new"])
+def test_a_run_with_a_fifo_in_the_place_of_a_file(refused, tmp_path: Path, file: str) -> None:
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    (run / "config.toml").touch()
+    (run / file).unlink(missing_ok=True)
+    os.mkfifo(run / file)
+
+    with in_time():
+        assert f"{file} is no regular file" in refused("train", "--resume", "--name", "mine")
+        assert f"{file} is no regular file" in refused("train", "--resume")
 
 
 def test_a_file_of_options(refused, tmp_path: Path) -> None:

@@ -65,6 +65,20 @@ class RunFolder:
         source = self.proposed if self.proposed.exists() else self.config
         return build_options(read_values(source), str(source))
 
+    def check_files(self) -> None:
+        """Refuse a folder in which something else stands in the place of a file.
+
+        Opening a FIFO would wait for somebody at its other end.
+        """
+        replaced = (self.config, self.proposed, self.metrics)
+        files = (*replaced, *map(_beside, replaced), self.picture, self.sample, self._lock)
+        for path in files:
+            if path.exists() and not path.is_file():
+                raise BadInput(
+                    f"{path} is no regular file, so {self.path} cannot be continued; remove it, or "
+                    "start a new run"
+                )
+
     def make(self) -> bool:
         """Make the folder; False if it is there, by now."""
         try:
@@ -178,9 +192,15 @@ def skipped_in_silence() -> Iterator[None]:
 
 def _replace_text(path: Path, text: str) -> None:
     """Write a file that is there as it was, or as it will be, whenever this process dies."""
-    beside = path.with_name(f".{path.name}.new")
+    beside = _beside(path)
+    # A link that was left there would be written through.
+    beside.unlink(missing_ok=True)
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.new")
 
 
 def check_name(name: str) -> None:
@@ -226,6 +246,7 @@ def run_named(runs: Path, name: str) -> RunFolder:
         known = sorted(path.parent.name for path in runs.glob("*/config.toml"))
         hint = f"; there are {', '.join(known[-8:])}" if known else ""
         raise BadInput(f"there is no run {name!r} in {runs} to resume{hint}")
+    folder.check_files()
     return folder
 
 
@@ -234,4 +255,6 @@ def latest_run(runs: Path) -> RunFolder:
     configs = sorted(runs.glob("*/config.toml"), key=lambda path: path.stat().st_mtime)
     if not configs:
         raise BadInput(f"there is no run in {runs} to resume")
-    return RunFolder(configs[-1].parent)
+    folder = RunFolder(configs[-1].parent)
+    folder.check_files()
+    return folder

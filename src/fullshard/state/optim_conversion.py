@@ -77,10 +77,23 @@ def state_dict_to_load(
         _check_form(state_dict, "an optimizer state dict to load")
         assert state_dict is not None
         loading = Loading(groups, state_dict["state"], arrival)
-        members = [[o for owned in group for o in owned.originals] for group in groups]
-        options = _matched(model, state_dict, members, loading.problems())
+        options = _matched(model, state_dict, _members(groups), loading.problems())
         names = _names_in(model, groups) if by_name else None
         return _keyed(groups, loading.run(), options, state_dict, names)
+
+
+def check_fits(
+    model: nn.Module, parameter_groups: list[list[nn.Parameter]], state_dict: Mapping[str, Any]
+) -> None:
+    """Raise what :func:`state_dict_to_load` would, on this rank and without communication."""
+    groups = owned_groups(model, parameter_groups)
+    _check_form(state_dict, "an optimizer state dict to load")
+    problems = Loading(groups, state_dict["state"], Here()).problems()
+    _matched(model, state_dict, _members(groups), problems)
+
+
+def _members(groups: Groups) -> list[list[Original]]:
+    return [[o for owned in group for o in owned.originals] for group in groups]
 
 
 def _local_to_load(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from ...api import (
 )
 from ...engine.places import clean_tensor_name
 from ...wrap import is_unit
+from ..optim_conversion import check_fits
+from ..optim_parameters import parameter_groups_of
 from ..optim_state_dicts import OptimStateDicts
 from ..sharded_tensors import empty_like, is_sharded, shape_of
 from ..state_dicts import StateDicts
@@ -72,6 +75,14 @@ def sharded_state(model: nn.Module) -> dict[str, Any]:
     """The model's own state, for its names, shapes and cuts."""
     with _sharded(model):
         return dict(model.state_dict())
+
+
+def check_optimizers(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], states: Sequence[Any]
+) -> None:
+    """Raise if an optimizer of this rank is another's; without communication."""
+    for each, found in zip(optimizers, states, strict=True):
+        check_fits(model, parameter_groups_of(model, each), found)
 
 
 def put_back(
@@ -146,7 +157,8 @@ class Targets:
     tensors are read whole by every rank.
     """
 
-    def __init__(self, own: Mapping[str, Any], manifest: Manifest) -> None:
+    def __init__(self, own: Mapping[str, Any], manifest: Manifest, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
         self._tables = manifest.tensors
         self.tensors: dict[str, Any] = {}
         self._patterns: dict[str, Any] = {}
@@ -169,5 +181,5 @@ class Targets:
             if pattern is not None and tuple(shape_of(pattern)) == table.shape:
                 self.tensors[name] = empty_like(pattern, table.dtype)
             else:
-                self.tensors[name] = empty(name, table)
+                self.tensors[name] = empty(self._checkpoint, name, table)
         return self.tensors[name]

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 from .errors import CheckpointError
@@ -45,7 +46,7 @@ def begin(folder: Path, step: int) -> Path:
         # Before anything is written: a damaged index would be found only at the end.
         _listed(folder)
         for left in folder.glob(f"{PARTIAL}*"):
-            shutil.rmtree(left, ignore_errors=True)
+            _clear(left)
         partial = folder / f"{PARTIAL}{_free_name(folder, step)}"
         partial.mkdir()
     except OSError as error:
@@ -76,14 +77,25 @@ def commit(partial: Path, keep_last: int | None) -> Path:
         for name in _names(folder, _listed(folder))
         if name != final.name and _may_be_whole(folder / name)
     ]
-    kept = [name for name in others if _order(name)[0] != _order(final.name)[0]] + [final.name]
+    kept = [name for name in others if _order(name)[0] != _order(final.name)[0]]
     if keep_last:
-        kept = kept[-keep_last:]
-    _write_index(folder, kept)
+        kept = _last_whole(folder, kept, keep_last - 1)
+    _write_index(folder, [*kept, final.name])
     for name in others:
         if name not in kept and looks_whole(folder / name):
             _remove(folder / name)
     return final
+
+
+def _last_whole(folder: Path, names: list[str], count: int) -> list[str]:
+    """The last ``count`` that look whole: a damaged one does not take the place of another."""
+    found: list[str] = []
+    for name in reversed(names):
+        if len(found) == count:
+            break
+        if looks_whole(folder / name):
+            found.append(name)
+    return found[::-1]
 
 
 def discard(partial: Path) -> None:
@@ -100,10 +112,13 @@ def candidates(path: Path) -> list[Path]:
     Any of them may be damaged. Raises CheckpointError if the index lists some and none is there;
     that some are gone, others than all, is how people remove them.
     """
-    if _is_checkpoint(path):
-        return [path]
-    if not path.is_dir():
-        return []
+    try:
+        if _is_checkpoint(path):
+            return [path]
+        if not path.is_dir():
+            return []
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
     listed = _listed(path)
     names = _names(path, listed)
     if listed and not names:
@@ -148,13 +163,21 @@ def _may_be_whole(checkpoint: Path) -> bool:
 
 def _names(folder: Path, listed: list[str]) -> list[str]:
     """Checkpoints, the newest last; those that the index does not know come first."""
+    expected = set(listed)
     there = {
         name
         for name in _entries(folder)
-        if step_and_turn(name) is not None and (name in listed or (folder / name).is_dir())
+        if step_and_turn(name) is not None and (name in expected or _is_folder(folder / name))
     }
     known = [name for name in listed if name in there]
     return sorted(there.difference(known), key=_order) + known
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
 
 
 def _entries(folder: Path) -> list[str]:
@@ -184,6 +207,7 @@ def _listed(folder: Path) -> list[str]:
 
 def _write_index(folder: Path, names: list[str]) -> None:
     beside = folder / f".{INDEX}.new"
+    _clear(beside)
     write_sealed(beside, names)
     os.replace(beside, folder / INDEX)
     _sync_folder(folder)
@@ -192,9 +216,30 @@ def _write_index(folder: Path, names: list[str]) -> None:
 def _remove(checkpoint: Path) -> None:
     """Take a checkpoint away: first its name, so that no half of it is ever found."""
     doomed = checkpoint.with_name(f"{PARTIAL}old-{checkpoint.name}")
-    with contextlib.suppress(FileNotFoundError):
+    try:
+        _clear(doomed)
         os.rename(checkpoint, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        _clear(doomed)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        # The new checkpoint is complete, and the save has not failed.
+        warnings.warn(
+            f"{checkpoint} is no longer needed, but cannot be removed: {error}", stacklevel=2
+        )
+
+
+def _clear(path: Path) -> None:
+    """Remove whatever stands at ``path``, as far as that can be done.
+
+    A folder with all that is in it; of a link the link alone. ``shutil.rmtree`` would open a FIFO,
+    and wait for somebody to write into it.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def _free_name(folder: Path, step: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,15 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from . import folder as folders
-from .content import Targets, agree_to, check_same_model, optimizers_in, put_back, sharded_state
+from .content import (
+    Targets,
+    agree_to,
+    check_optimizers,
+    check_same_model,
+    optimizers_in,
+    put_back,
+    sharded_state,
+)
 from .errors import CheckpointError, DamagedCheckpoint
 from .inspection import check_data_files, read_manifest
 from .manifest import Manifest
@@ -152,7 +160,7 @@ class _Loading:
             own = sharded_state(model)
             check_same_model(own, manifest, str(checkpoint))
             _check_optimizers(optimizers, manifest, checkpoint)
-            targets = Targets(own, manifest)
+            targets = Targets(own, manifest, checkpoint)
             state = put_together(manifest.content["model"], targets.tensor)
             saved = manifest.content["optimizers"] if optimizers else []
             return targets.tensors, state, put_together(saved, targets.tensor)
@@ -161,18 +169,21 @@ class _Loading:
         _read(Reader(checkpoint, manifest), ranks, tensors)
         extra = ranks.each(lambda: _read_extra(checkpoint, manifest))
 
-        def put() -> None:
-            try:
-                put_back(model, optimizers, state, states)
-            except Exception as error:
-                # From the model's and the optimizers' own methods, which may raise anything.
-                raise CheckpointError(
-                    f"{checkpoint} does not fit the model or its optimizers. "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-
-        ranks.each(put)
+        # By itself, as the manifest: the optimizer of one rank alone may be another.
+        ranks.each(lambda: _fitting(checkpoint, check_optimizers, model, optimizers, states))
+        ranks.each(lambda: _fitting(checkpoint, put_back, model, optimizers, state, states))
         return Checkpoint(checkpoint, manifest.step, extra)
+
+
+def _fitting(checkpoint: Path, function: Callable[..., None], *arguments: Any) -> None:
+    try:
+        function(*arguments)
+    except Exception as error:
+        # From the model's and the optimizers' own methods, which may raise anything.
+        raise CheckpointError(
+            f"{checkpoint} does not fit the model or its optimizers. "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _inspect(checkpoint: Path, rank: int) -> Manifest:

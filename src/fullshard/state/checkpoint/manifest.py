@@ -72,7 +72,10 @@ class Manifest:
             for chunk in table.chunks:
                 starts = torch.Size(chunk.starts)
                 chunks.append(ChunkStorageMetadata(starts, torch.Size(chunk.sizes)))
-                found[MetadataIndex(name, starts)] = chunk
+                place = MetadataIndex(name, starts)
+                if place not in found or chunk.extent.nbytes:
+                    # Several may begin at one place, of which one at most has elements.
+                    found[place] = chunk
             properties = TensorProperties(dtype=table.dtype)
             described[name] = TensorStorageMetadata(properties, torch.Size(table.shape), chunks)
         return Metadata(described, storage_data=found)

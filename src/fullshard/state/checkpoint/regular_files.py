@@ -1,6 +1,7 @@
 """Opening the files of a checkpoint: regular files, and nothing else that may stand in their place.
 
-Opening a FIFO would wait for somebody to write into it, and opening a device may do anything.
+Opening a FIFO would wait for somebody to write into it, and opening a device may do anything. Links
+to regular files are followed: checkpoints are kept that way where files are stored elsewhere.
 """
 
 from __future__ import annotations
@@ -12,15 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-#: Where something else is put there at the last moment, it is neither followed nor waited for.
-_FLAGS = (
-    os.O_RDONLY
-    | getattr(os, "O_NOFOLLOW", 0)
-    | getattr(os, "O_NONBLOCK", 0)
-    | getattr(os, "O_BINARY", 0)
-)
+#: Where something else is put there at the last moment, it is not waited for.
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _KINDS = (
-    (stat.S_ISLNK, "a symbolic link"),
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISSOCK, "a socket"),
@@ -40,7 +35,13 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 def size_of(path: Path) -> int:
     """The bytes in a regular file; raise OSError for everything else."""
-    found = os.lstat(path)
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        if not os.path.islink(path):
+            raise
+        # Not as if there were no such file: an index that is out of reach is not none.
+        raise OSError(f"it is a symbolic link to {os.readlink(path)}, which is not there") from None
     _check_regular(found)
     return found.st_size
 

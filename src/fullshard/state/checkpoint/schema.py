@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -35,11 +35,13 @@ class Malformed(ValueError):
 def index_from(body: Any) -> list[str]:
     """The names of checkpoints in an index."""
     names = _list(body, "the index")
+    before: set[str] = set()
     for place, name in enumerate(names):
         if not isinstance(name, str) or step_and_turn(name) is None:
             _refuse(f"entry {place}", "the name of a checkpoint", name)
-        if name in names[:place]:
+        if name in before:
             _refuse(f"entry {place}", "a name that is not there before it", name)
+        before.add(name)
     return names
 
 
@@ -117,15 +119,19 @@ def _check_cover(name: str, table: Table) -> None:
     full = [chunk for chunk in table.chunks if math.prod(chunk.sizes)]
     if sum(math.prod(chunk.sizes) for chunk in full) != math.prod(table.shape):
         raise Malformed(f"the chunks of {name} are not all of its shape {table.shape}")
-    if table.shape and _any_overlap(full):
+    if table.shape and _any_overlap(full, len(table.shape)):
         raise Malformed(f"chunks of {name} overlap, and others are missing")
 
 
-def _any_overlap(chunks: Iterable[Chunk]) -> bool:
-    """Whether two boxes have an element in common; compares those alone that share rows."""
+def _any_overlap(chunks: Sequence[Chunk], dims: int) -> bool:
+    """Whether two boxes have an element in common.
+
+    Compares those alone that share rows, or whatever the dimension is along which most are apart.
+    """
+    dim = max(range(dims), key=lambda dim: len({chunk.starts[dim] for chunk in chunks}))
     near: list[Chunk] = []
-    for chunk in sorted(chunks, key=lambda chunk: chunk.starts):
-        near = [other for other in near if other.starts[0] + other.sizes[0] > chunk.starts[0]]
+    for chunk in sorted(chunks, key=lambda chunk: chunk.starts[dim]):
+        near = [o for o in near if o.starts[dim] + o.sizes[dim] > chunk.starts[dim]]
         if any(_overlap(chunk, other) for other in near):
             return True
         near.append(chunk)

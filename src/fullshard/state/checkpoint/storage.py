@@ -136,7 +136,7 @@ class Reader(StorageReader):
     def read_whole(self, name: str) -> torch.Tensor:
         """One tensor, read by this process alone."""
         table = self._tensors[name]
-        whole = empty(name, table)
+        whole = empty(self._folder, name, table)
         for chunk in table.chunks:
             part = whole
             for dim, (start, size) in enumerate(zip(chunk.starts, chunk.sizes, strict=True)):
@@ -156,16 +156,21 @@ class Reader(StorageReader):
         return False
 
 
-def empty(name: str, table: Table) -> torch.Tensor:
+def empty(checkpoint: Path, name: str, table: Table) -> torch.Tensor:
     """Memory on the host for a whole tensor, which the machine may not have."""
     try:
         return torch.empty(table.shape, dtype=table.dtype)
     except (RuntimeError, MemoryError):
-        gibibytes = math.prod(table.shape) * table.dtype.itemsize / 2**30
-        raise CheckpointError(
-            f"{name} of shape {table.shape} needs {gibibytes:.1f} GiB of this machine's memory, "
-            "which cannot be had"
-        ) from None
+        nbytes = math.prod(table.shape) * table.dtype.itemsize
+        what = f"{name} of shape {table.shape}"
+        raise _no_memory(checkpoint, what, nbytes) from None
+
+
+def _no_memory(path: Path, what: str, nbytes: int) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be loaded: {what} needs {nbytes / 2**30:.1f} GiB of this machine's memory, "
+        "more than it can give"
+    )
 
 
 def _read_extent(folder: Path, extent: Extent, name: str) -> bytearray:
@@ -183,6 +188,8 @@ def _read_extent(folder: Path, extent: Extent, name: str) -> bytearray:
         raise DamagedCheckpoint(
             f"{path}, which holds a part of {name}, cannot be read: {error}"
         ) from None
+    except MemoryError:
+        raise _no_memory(path, f"a part of {name}", extent.nbytes) from None
     if count != extent.nbytes:
         raise DamagedCheckpoint(
             f"{path} is damaged: it ends after {size} bytes, and the part of {name} that it should "
