@@ -31,7 +31,7 @@ class Setting:
     group: Any = None
 
     @property
-    def precision(self) -> dict[str, torch.dtype]:
+    def precision(self) -> dict[str, Any]:
         """Arguments of every row's class for mixed precision; empty where nothing is mixed."""
         if self.compute is torch.float32:
             return {}
@@ -73,7 +73,8 @@ def fsdp2(model: nn.Module, setting: Setting) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = DeviceMesh.from_group(
-        setting.group or dist.group.WORLD, next(model.parameters()).device.type
+        setting.group or dist.group.WORLD,  # type: ignore[arg-type]
+        next(model.parameters()).device.type,
     )
     precision = MixedPrecisionPolicy(**setting.precision)
     for module in model.modules():

@@ -147,7 +147,7 @@ class Contestant:
     def _memory(self) -> dict[str, float | None]:
         if self.device.type != "cuda":
             return {"allocated GiB": None, "reserved GiB": None}
-        peaks = {
+        peaks: dict[str, float | None] = {
             "allocated GiB": torch.cuda.max_memory_allocated() / GIB,
             "reserved GiB": torch.cuda.max_memory_reserved() / GIB,
         }
@@ -202,7 +202,7 @@ def _summary(rounds: list[dict[str, float | None]]) -> dict[str, float | None]:
     """Medians of times, peaks of memory."""
     summary: dict[str, float | None] = {}
     for column in rounds[0]:
-        values = [each[column] for each in rounds if each[column] is not None]
+        values = [value for each in rounds if (value := each[column]) is not None]
         combine = max if column.endswith("GiB") else statistics.median
         summary[column] = combine(values) if values else None
     return summary

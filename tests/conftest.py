@@ -1,8 +1,12 @@
-"""What all tests share: ranks, and how many cases hypothesis generates."""
+"""What all tests share: ranks, how many cases hypothesis generates, and the ranks' coverage."""
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from fullshard.testing import shared
 
 pytest_plugins = ["fullshard.testing.pytest_plugin"]
 
@@ -12,3 +16,25 @@ settings.register_profile(
 )
 settings.register_profile("long", settings.get_profile("default"), max_examples=2000)
 settings.load_profile("long" if os.environ.get("FULLSHARD_LONG") else "default")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def save_coverage_of_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With ``--cov``, have ranks save after every file what they measured: they end by SIGKILL.
+
+    What ranks measured in a file before a test of it ended them is not in the report.
+    """
+    yield
+    if not request.config.pluginmanager.hasplugin("_cov"):
+        return
+    for pool in list(shared._pools.values()):
+        if pool._all_run():
+            pool.run(_save_coverage)
+
+
+def _save_coverage() -> None:
+    import coverage
+
+    measuring = coverage.Coverage.current()
+    if measuring is not None:
+        measuring.save()

@@ -55,8 +55,8 @@ class FullyShardedDataParallel(
 ):
     """Shards a module's parameters, gradients and optimizer state over data-parallel ranks.
 
-    >>> model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
-    >>> optimizer = torch.optim.AdamW(model.parameters())  # doctest: +SKIP
+    >>> model = FullyShardedDataParallel(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
 
     The arguments are those of ``torch.distributed.fsdp.FullyShardedDataParallel``. Runs on any
     device that the process group's backend reaches; a model on the CPU computes on the CPU.
@@ -338,7 +338,7 @@ class FullyShardedDataParallel(
     def register_forward_method(self, method_name: str) -> None:
         """Let a method of the wrapped module gather parameters as ``forward`` does.
 
-        >>> model.register_forward_method("generate")  # doctest: +SKIP
+        >>> model.register_forward_method("generate")
         """
         register_fsdp_forward_method(self, method_name)
 
@@ -397,7 +397,7 @@ class FullyShardedDataParallel(
         ``async_op`` the call returns at once; parameters are full after ``wait()`` of the handle,
         or in the forward, whichever comes first.
 
-        >>> handle = model.blocks[0].unshard(async_op=True)  # doctest: +SKIP
+        >>> handle = model.blocks[0].unshard(async_op=True)
         """
         schedule = self._schedule or self._outermost()._start()
         schedule.unshard(self._unit)

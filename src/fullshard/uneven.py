@@ -30,9 +30,10 @@ _MISSING = object()
 class UnevenInputs(nn.Module):
     """What ``torch.distributed.algorithms.join.Join`` asks of a model.
 
-    >>> with Join([model], optimizer=optimizer):  # doctest: +SKIP
+    >>> with Join([model], optimizer=optimizer):
     ...     for batch in batches:
-    ...         ...
+    ...         model(batch).sum().backward()
+    ...         optimizer.step()
     """
 
     _schedule: Schedule | None

@@ -194,7 +194,7 @@ def test_the_attributes_go_with_uninstall_and_are_only_on_flat_parameters() -> N
         model = build(fullshard.FullyShardedDataParallel, "flat")
         flat = model._flat_param
         with pytest.raises(AttributeError, match="no flat parameter"):
-            _ = nn.Parameter(torch.ones(2))._local_shard
+            _ = nn.Parameter(torch.ones(2))._local_shard  # type: ignore[attr-defined]
         assert model.params == [flat]
         flat_copy = pickle.loads(pickle.dumps(flat))
         assert not hasattr(flat_copy, "_local_shard")

@@ -152,7 +152,7 @@ assert getattr(late, name) is getattr(_common_utils, name)
 
 def test_a_module_that_imported_torchs_wrapper_before_is_named() -> None:
     early = types.ModuleType("imported_too_early")
-    early.FSDP = torch.distributed.fsdp.FullyShardedDataParallel
+    early.FSDP = torch.distributed.fsdp.FullyShardedDataParallel  # type: ignore[attr-defined]
     sys.modules["imported_too_early"] = early
     try:
         with pytest.warns(UserWarning, match="imported_too_early imported Fully"), installed():

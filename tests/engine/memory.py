@@ -85,7 +85,7 @@ def _fill_record() -> None:
     """
     alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
     for _ in range(_REMEMBERED):
-        alone.allreduce([torch.zeros(1)]).wait()
+        alone.allreduce([torch.zeros(1)]).wait()  # type: ignore[attr-defined]
 
 
 #: Bytes by which a peak must grow for a second look.

@@ -27,7 +27,7 @@ class Averaging(dist.ProcessGroup):
     """Real collectives over gloo, under a name that promises means, which it makes and counts."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self.means = 0
 
@@ -39,7 +39,7 @@ class Averaging(dist.ProcessGroup):
         return dist.distributed_c10d._world.pg_names[self]
 
     def _reduce(self, tensor: torch.Tensor, options: Any) -> Any:
-        work = self.gloo.allreduce([tensor])
+        work = self.gloo.allreduce([tensor])  # type: ignore[attr-defined]
         work.wait()
         if options.reduceOp == dist.ReduceOp.AVG:
             self.means += 1
@@ -58,7 +58,7 @@ class Averaging(dist.ProcessGroup):
         return work
 
     def all_gather_single(self, output: torch.Tensor, piece: torch.Tensor, *_: Any) -> Any:
-        work = self.gloo.allgather([list(output.view(self.size(), -1).unbind())], [piece])
+        work = self.gloo.allgather([list(output.view(self.size(), -1).unbind())], [piece])  # type: ignore[attr-defined]
         work.wait()
         return work
 

@@ -298,7 +298,7 @@ def test_unused_parameters_of_a_flat_unit_count_as_zero(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @ranks(2)
 def test_of_two_optimizers_only_the_one_with_zero_gradients_steps(
-    strategy: str, kind: type[torch.optim.Optimizer]
+    strategy: str, kind: type[torch.optim.Adam]
 ) -> None:
     """Weights' gradients are set to None and biases' to zero; then the second layer is not used."""
 

@@ -68,7 +68,7 @@ def noted(
             layer.seen.clear()
         model(inputs(0).requires_grad_()).sum().backward()
     moments = ("forward", "backward", "gradients")
-    return {m: {layer.seen[m] for layer in layers if m in layer.seen} for m in moments}
+    return {m: {layer.seen[m] for layer in layers if m in layer.seen} for m in moments}  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -235,8 +235,8 @@ def test_a_host_that_frees_nothing_before_backward_gathers_everything_at_the_beg
 def chain(use_orig_params: bool) -> tuple[nn.Sequential, list[FSDP], FSDP]:
     """A bare model, and its copy with a unit for each of its four layers."""
     bare = build(lambda: nn.Sequential(*(nn.Linear(5, 5) for _ in range(4))))
-    units = [FSDP(copy.deepcopy(linear), use_orig_params=use_orig_params) for linear in bare]
-    return bare, units, FSDP(nn.Sequential(*units), use_orig_params=use_orig_params)
+    units = [FSDP(copy.deepcopy(linear), use_orig_params=use_orig_params) for linear in bare]  # type: ignore[attr-defined]
+    return bare, units, FSDP(nn.Sequential(*units), use_orig_params=use_orig_params)  # type: ignore[return-value]
 
 
 def change_all(change: Callable[[nn.Parameter], None], *models: nn.Module) -> None:
@@ -247,7 +247,7 @@ def change_all(change: Callable[[nn.Parameter], None], *models: nn.Module) -> No
 
 def states_before_backward(model: FSDP) -> list[State]:
     loss = model(inputs(0)).sum()
-    found = [unit._unit.state for unit in model.module]
+    found = [unit._unit.state for unit in model.module]  # type: ignore[attr-defined]
     loss.backward()
     return found
 

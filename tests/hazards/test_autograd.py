@@ -318,7 +318,7 @@ def test_auxiliary_losses_stored_on_modules_reach_their_parameters(
             return output, sum(self.auxiliaries())
 
         def auxiliaries(self) -> list[torch.Tensor]:
-            return [getattr(block, "module", block).aux for block in self.blocks]
+            return [getattr(block, "module", block).aux for block in self.blocks]  # type: ignore[misc]
 
     def step_of(model: Any, step: int) -> torch.Tensor:
         output, auxiliary = model(inputs(step))

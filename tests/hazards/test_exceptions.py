@@ -233,7 +233,8 @@ def test_parameters_are_asked_for_while_a_backward_that_raised_is_cleaned_up() -
     _, model = pair(position=2, sharding_strategy=ShardingStrategy.NO_SHARD)
     train_step(model, 0)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    reached, go_on, raised = threading.Event(), threading.Event(), []
+    reached, go_on = threading.Event(), threading.Event()
+    raised: list[bool] = []
 
     def stop(_: Any) -> None:
         reached.set()
@@ -343,7 +344,7 @@ def test_gradients_that_were_staged_when_memory_ran_out_do_not_count_in_the_next
     model = FSDP(build(TwoDtypes), sharding_strategy=strategy, use_orig_params=True)
     x = torch.ones(4, device=device())
     stage = gradients.stage
-    staged = []
+    staged: list[Any] = []
 
     def run_out(*given: Any) -> Any:
         if staged:

@@ -125,9 +125,9 @@ def test_what_a_unit_puts_aside_leads_gradients_back_through_the_units_around_it
 
     def step_of(model: nn.Module, step: int) -> torch.Tensor:
         model(inputs(step))
-        loss = sum(m.loss for m in model.modules() if isinstance(m, Storing))
-        loss.backward()
-        return loss.detach()
+        loss = sum(m.loss for m in model.modules() if isinstance(m, Storing))  # type: ignore[misc]
+        loss.backward()  # type: ignore[attr-defined]
+        return loss.detach()  # type: ignore[attr-defined]
 
     compare(
         lambda: nn.Sequential(Around(), Around()),

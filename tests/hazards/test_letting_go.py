@@ -37,7 +37,7 @@ def test_gloo_holds_nothing_that_was_waited_for() -> None:
         assert given
         with patience(20):
             group.wait(*gathers)
-        assert [tensor._use_count() for tensor in given] == [1] * len(given)
+        assert [tensor._use_count() for tensor in given] == [1] * len(given)  # type: ignore[attr-defined]
 
 
 @ranks(2)
@@ -46,7 +46,7 @@ def test_a_sum_holds_nothing_either() -> None:
     for _ in range(100):
         full = torch.rand(1 << 16)
         finish = group.start_reduce_scatter(torch.empty(1 << 15), full, "unit")
-        given = list(finish.args[0]._tensors)
+        given = list(finish.args[0]._tensors)  # type: ignore[attr-defined]
         with patience(20):
             finish()
         assert [tensor._use_count() for tensor in given] == [1, 1]

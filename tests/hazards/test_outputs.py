@@ -161,7 +161,7 @@ def test_each_output_goes_backward_on_its_own(strategy: ShardingStrategy) -> Non
 class Packed(nn.Module):
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.recurrent = kind(5, 6, num_layers=2, bidirectional=True)
+        self.recurrent = kind(5, 6, num_layers=2, bidirectional=True)  # type: ignore[call-arg]
         self.head = nn.Linear(12, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -324,7 +324,7 @@ def test_no_unit_is_gathered_for_an_input_that_it_handed_on(
 ) -> None:
     launches = []
     for hands_on in (False, True):
-        module = build(lambda hands_on=hands_on: CommonBias(hands_on, computed))
+        module = build(lambda hands_on=hands_on: CommonBias(hands_on, computed))  # type: ignore[misc]
         for layer in module.layers if reentrant is not None else ():
             layer.forward = functools.partial(
                 checkpoint, layer.forward, use_reentrant=bool(reentrant)

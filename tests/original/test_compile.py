@@ -67,7 +67,7 @@ def test_a_compiled_model_gives_eager_losses_over_ten_adam_steps(
     torch._dynamo.utils.counters.clear()
     eager, model = wrapped(strategy), wrapped(strategy)
     compiled = torch.compile(model, backend=backend)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (eager, compiled)]
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (eager, compiled)]  # type: ignore[attr-defined]
     after_warm_up = 0
     for step in range(10):
         expected = train(eager, optimizers[0], step)
@@ -118,7 +118,7 @@ def test_a_compiled_model_survives_a_forward_that_raises() -> None:
     torch._dynamo.reset()
     eager, model = wrapped(ShardingStrategy.FULL_SHARD), wrapped(ShardingStrategy.FULL_SHARD)
     compiled = torch.compile(model, backend="eager")
-    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (eager, compiled)]
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (eager, compiled)]  # type: ignore[attr-defined]
     for step in range(3):
         with pytest.raises(RuntimeError):
             compiled(inputs(step, 4, 6))
@@ -136,7 +136,7 @@ def test_a_registered_method_can_be_compiled() -> None:
     torch._dynamo.reset()
     bare, model = build(Generator), FSDP(build(Generator), use_orig_params=True)
     model.register_forward_method("generate")
-    generate: Any = torch.compile(lambda x: model.generate(x), backend="eager")
+    generate: Any = torch.compile(lambda x: model.generate(x), backend="eager")  # type: ignore[misc]
     for step in range(2):
         output = generate(inputs(step))
         torch.testing.assert_close(output, bare.generate(inputs(step)))

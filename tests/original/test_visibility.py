@@ -126,7 +126,7 @@ def test_a_rank_sees_its_own_piece_of_parameters_and_gradients_outside(
         each(inputs(0)).square().sum().backward()
     average_gradients(bare)
     assert_own_pieces(bare, model)
-    expected = own_pieces({name: p.grad for name, p in bare.named_parameters()})
+    expected = own_pieces({name: p.grad for name, p in bare.named_parameters()})  # type: ignore[misc]
     for name, parameter in model.named_parameters():
         if parameter.numel() == 0:
             assert parameter.grad is None or parameter.grad.numel() == 0

@@ -114,7 +114,10 @@ def assert_same_parameters(reference: nn.Module, sharded: FSDP, **tolerance: flo
     assert list(found) == list(expected)
     for name, parameter in expected.items():
         torch.testing.assert_close(
-            found[name], parameter.detach(), msg=lambda m, name=name: f"{name}: {m}", **tolerance
+            found[name],
+            parameter.detach(),
+            msg=lambda m, name=name: f"{name}: {m}",  # type: ignore[misc]
+            **tolerance,
         )
 
 

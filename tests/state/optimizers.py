@@ -127,7 +127,10 @@ def assert_close_optim_state(found: dict[str, Any], expected: dict[str, Any]) ->
         for key, value in state.items():
             other = found["state"][name][key]
             torch.testing.assert_close(
-                other, value, check_device=False, msg=lambda m, n=name, k=key: f"{n} {k}: {m}"
+                other,
+                value,
+                check_device=False,
+                msg=lambda m, n=name, k=key: f"{n} {k}: {m}",  # type: ignore[misc]
             )
 
 

@@ -68,7 +68,7 @@ def test_numbers_of_numpy_come_back_as_numbers(tmp_path: Path) -> None:
 
     found = extra_after_saving(tmp_path, given)
 
-    assert found == {**{str(k): v.item() for k, v in given.items() if k != 3}, 3: 1 + 2j}
+    assert found == {**{str(k): v.item() for k, v in given.items() if k != 3}, 3: 1 + 2j}  # type: ignore[misc]
     assert [type(value) for value in found.values()] == [int, float, float, bool, complex]
     for other in (numpy.timedelta64(5, "ns"), numpy.longdouble(1) / 3, numpy.zeros(2)):
         with pytest.raises(TypeError, match=f"/extra/x is a {type(other).__name__}, which"):

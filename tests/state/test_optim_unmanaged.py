@@ -123,7 +123,8 @@ def test_ranks_without_rows_and_copies_of_shards_gather_as_well(name: str) -> No
     for given in (saved, chunks):
         target = other(Net)
         found = loaded_with(
-            target, lambda o, g=given, t=target: FSDP.flatten_sharded_optim_state_dict(g, t, o)
+            target,
+            lambda o, g=given, t=target: FSDP.flatten_sharded_optim_state_dict(g, t, o),  # type: ignore[misc]
         )
         assert_same_optim_state(found, expected)
 

@@ -377,8 +377,8 @@ def test_versions_of_modules_are_those_of_the_bare_model() -> None:
     bare = build(Odd)
     model = wrapped(bare, FULL_SHARD, "blocks", use_orig_params=True)
     state = model.state_dict()
-    assert state._metadata == bare.state_dict()._metadata
-    assert state._metadata["norm"]["version"] == 2
+    assert state._metadata == bare.state_dict()._metadata  # type: ignore[attr-defined]
+    assert state._metadata["norm"]["version"] == 2  # type: ignore[attr-defined]
     del state["norm.num_batches_tracked"]
     with pytest.raises(RuntimeError, match=r'Missing key.*"norm.num_batches_tracked"'):
         model.load_state_dict(state)

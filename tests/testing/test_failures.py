@@ -81,7 +81,8 @@ def test_an_assertion_on_one_rank_shows_that_ranks_traceback() -> None:
 
 
 @pytest.mark.skipif(
-    type(__loader__).__name__ != "AssertionRewritingHook", reason="pytest explains assertions"
+    type(__loader__).__name__ != "AssertionRewritingHook",  # type: ignore[name-defined]
+    reason="pytest explains assertions",
 )
 def test_an_assertion_on_a_rank_is_explained_with_its_values() -> None:
     report, _ = failures_of(2, fail_on_rank_one)

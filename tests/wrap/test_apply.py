@@ -21,7 +21,7 @@ from fullshard.wrap import (
 def test_every_decided_module_is_replaced_by_its_unit(
     nested_sequential: nn.Sequential, unit_class: Any
 ) -> None:
-    linears = [nested_sequential[0], nested_sequential[1], *nested_sequential[2]]
+    linears = [nested_sequential[0], nested_sequential[1], *nested_sequential[2]]  # type: ignore[misc]
     units = apply_plan(decide(nested_sequential, always_wrap_policy), unit_class)
     assert isinstance(nested_sequential, nn.Sequential)  # the root is the caller's
     assert [unit.module for unit in units[:4]] == linears

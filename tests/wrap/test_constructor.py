@@ -250,7 +250,7 @@ def test_a_named_accelerator_that_is_not_there_is_refused() -> None:
 
 def test_an_unknown_argument_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match="'shard_strategy'"):
-        FSDP(linears(), RankAndSize(), shard_strategy=ShardingStrategy.NO_SHARD)
+        FSDP(linears(), RankAndSize(), shard_strategy=ShardingStrategy.NO_SHARD)  # type: ignore[call-arg]
 
 
 def test_without_a_process_group_one_is_asked_for() -> None:

@@ -197,7 +197,7 @@ def test_attention_is_a_forced_leaf_and_other_classes_can_be_made_so() -> None:
     assert unit_paths(model) == ["0"]
     assert isinstance(model[1].out_proj, nn.Linear)
 
-    leaves = size_based_auto_wrap_policy.FORCE_LEAF_MODULES | {nn.Linear}
+    leaves = size_based_auto_wrap_policy.FORCE_LEAF_MODULES | {nn.Linear}  # type: ignore[attr-defined]
     module = nn.Sequential(nn.Linear(10, 10), nn.ModuleList([nn.Linear(10, 10)]))
     policy = size_based(40, force_leaf_modules=leaves)
     assert unit_paths(FSDP(module, RankAndSize(), auto_wrap_policy=policy)) == []

@@ -95,7 +95,7 @@ def test_size_based_leaves_attention_whole() -> None:
 
 
 def test_size_based_takes_other_classes_as_leaves() -> None:
-    leaves = size_based_auto_wrap_policy.FORCE_LEAF_MODULES.union({nn.Linear})
+    leaves = size_based_auto_wrap_policy.FORCE_LEAF_MODULES.union({nn.Linear})  # type: ignore[attr-defined]
     model = nn.Sequential(nn.Linear(10, 10), nn.ModuleList([nn.Linear(10, 10)]))
     assert paths(model, size_based(40, force_leaf_modules=leaves)) == []
 

@@ -186,6 +186,7 @@ def test_applying_a_plan_lets_constructors_find_what_was_decided(case: Case) -> 
 
     class Unit(nn.Module):
         _is_fullshard_unit = True
+        managed: set[nn.Parameter]
 
         def __init__(
             self,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import io
 import os
 import signal
 import sys
 from typing import Any
 
+import torch
 import typer
+
+import fullshard
 
 from .options import nearest
 from .output import discard_output
@@ -59,8 +61,7 @@ def run_command(app: typer.Typer) -> int:
 def show_help_or_version(context: typer.Context, version: bool) -> None:
     """Where no command was given, say which there are, or the versions if they were asked for."""
     if version:
-        versions = (f"{name} {importlib.metadata.version(name)}" for name in ("fullshard", "torch"))
-        typer.echo(", ".join(versions))
+        typer.echo(f"fullshard {fullshard.__version__}, torch {torch.__version__}")
         raise typer.Exit()
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -2,7 +2,7 @@
 
 >>> import fullshard.compat
 >>> fullshard.compat.install()
->>> from torch.distributed.fsdp import FullyShardedDataParallel  # fullshard's  # doctest: +SKIP
+>>> from torch.distributed.fsdp import FullyShardedDataParallel  # fullshard's
 
 ``fullshard run script.py`` does the same for a program that cannot be changed. What is put in
 whose place is listed in ``names.py``; this package alone imports ``torch.distributed.fsdp``.

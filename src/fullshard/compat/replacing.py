@@ -42,7 +42,7 @@ def install() -> None:
     names, and before models are wrapped; ``fully_shard`` is not touched. Calling it again does
     nothing.
 
-    >>> fullshard.compat.install()  # doctest: +SKIP
+    >>> fullshard.compat.install()
     """
     with _lock:
         if _changes:

@@ -17,12 +17,12 @@ _NAME = "gradient scaler"
 class ShardedGradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` for sharded gradients: an inf or NaN on one rank counts for all.
 
-    >>> scaler = ShardedGradScaler()  # doctest: +SKIP
-    >>> scaler.scale(loss).backward()  # doctest: +SKIP
-    >>> scaler.unscale_(optimizer)  # doctest: +SKIP
-    >>> model.clip_grad_norm_(1.0)  # doctest: +SKIP
-    >>> scaler.step(optimizer)  # doctest: +SKIP
-    >>> scaler.update()  # doctest: +SKIP
+    >>> scaler = ShardedGradScaler()
+    >>> scaler.scale(loss).backward()
+    >>> scaler.unscale_(optimizer)
+    >>> norm = model.clip_grad_norm_(1.0)
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
 
     All ranks of ``process_group`` (by default all there are) call its methods in the same order.
     Gradients may be on any device, also on the host while the loss is not, and in any precision;

@@ -34,7 +34,8 @@ def export_safetensors(
     exported there before. Needs the
     ``safetensors`` package, which ``fullshard[safetensors]`` installs.
 
-    >>> fullshard.export_safetensors("exported", model)  # doctest: +SKIP
+    >>> fullshard.export_safetensors("exported", model)
+    [PosixPath('exported/model.safetensors')]
     """
     wait_for_running_save()
     ranks = Ranks()

@@ -42,7 +42,7 @@ class OptimStateDicts:
         ``optim_state_dict`` is what ``optim.state_dict()`` returned, if it was called already.
         Keys are the parameters' names in the unwrapped model. Everything is a copy.
 
-        >>> with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):  # doctest: +SKIP
+        >>> with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         ...     state = FSDP.optim_state_dict(model, optimizer)
         """
         config = StateDicts.get_state_dict_type(model).optim_state_dict_config
@@ -157,8 +157,8 @@ class OptimStateDicts:
         Without ``optim`` (or ``optim_input``) that optimizer is taken to be over
         ``model.parameters()``.
 
-        >>> full = FSDP.full_optim_state_dict(wrapped, optimizer)  # doctest: +SKIP
-        >>> by_id = FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, bare)
+        >>> full = FSDP.full_optim_state_dict(model, optimizer)
+        >>> by_id = FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, Net())
         """
         kind = adopt(optim_state_key_type, OptimStateKeyType, "optim_state_key_type")
         _discourage(optim_input)

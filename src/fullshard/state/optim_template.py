@@ -30,10 +30,11 @@ def optim_state_template(
     ``root`` is where the optimizer's state dict was put in what ``dcp.save`` was given. Entries of
     parameters that ``optim`` does not have are left out.
 
-    >>> reader = dcp.FileSystemReader(path)  # doctest: +SKIP
+    >>> reader = dcp.FileSystemReader(path)
     >>> state = {"optim": optim_state_template(model, optimizer, reader.read_metadata())}
     >>> dcp.load(state, storage_reader=reader)
-    >>> FSDP.optim_state_dict_to_load(model, optimizer, state["optim"], load_directly=True)
+    >>> loaded = FSDP.optim_state_dict_to_load(model, optimizer, state["optim"])
+    >>> optimizer.load_state_dict(loaded)
     """
     config = config or ShardedOptimStateDictConfig()
     groups = owned_groups(model, parameter_groups_of(model, optim))

@@ -104,7 +104,7 @@ class StateDicts(nn.Module):
     ) -> Generator[None, None, None]:
         """Inside the context the units in ``module`` hand out another type of state dict.
 
-        >>> with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):  # doctest: +SKIP
+        >>> with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         ...     state = model.state_dict()
         """
         settings = make_settings(state_dict_type, state_dict_config, optim_state_dict_config)

@@ -29,7 +29,7 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, N
 
     Contexts nest: the inner one counts until it is left, even by an exception.
 
-    >>> with enable_wrap(wrapper_cls=FullyShardedDataParallel, device_id=0):  # doctest: +SKIP
+    >>> with enable_wrap(wrapper_cls=FullyShardedDataParallel, use_orig_params=True):
     ...     layer = wrap(nn.Linear(5, 5))
     """
     if not callable(wrapper_cls):

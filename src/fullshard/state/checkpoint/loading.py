@@ -82,8 +82,8 @@ def load(
     and :class:`CheckpointError` if it is damaged, with the file's name, or another model's; what
     is loaded is checked before the model changes. :func:`resume` takes an older one instead.
 
-    >>> checkpoint = fullshard.load("checkpoints", model, optimizer)  # doctest: +SKIP
-    >>> start = checkpoint.step + 1  # doctest: +SKIP
+    >>> checkpoint = fullshard.load("checkpoints", model, optimizer)
+    >>> start = checkpoint.step + 1
     """
     loading = _Loading(model, optimizer)
     found = loading.ranks.first_decides(lambda: folders.candidates(Path(path)))
@@ -113,8 +113,8 @@ def resume(
     :class:`CheckpointError` if none is whole, with the reason of each, or if a checkpoint is
     another model's: then older ones are not tried.
 
-    >>> checkpoint = fullshard.resume("checkpoints", model, optimizer)  # doctest: +SKIP
-    >>> start = checkpoint.step + 1 if checkpoint else 1  # doctest: +SKIP
+    >>> checkpoint = fullshard.resume("checkpoints", model, optimizer)
+    >>> start = checkpoint.step + 1 if checkpoint else 1
     """
     loading = _Loading(model, optimizer)
     skipped: dict[Path, DamagedCheckpoint] = {}

@@ -106,7 +106,7 @@ def save(
     while training goes on; ``wait()`` of the returned handle tells how it went, and the next save
     waits for it.
 
-    >>> fullshard.save("checkpoints", model, optimizer, step=100)  # doctest: +SKIP
+    >>> handle = fullshard.save("checkpoints", model, optimizer, step=100)
     """
     global _running
     try:
