@@ -160,6 +160,8 @@ class Backward:
             self._number += 1
             self._cursor = len(self._passed)
             BackwardEnd(self._finish, functools.partial(self._break_off, self._number))
+            if self.joining is not None:
+                self.joining.begin_backward()
 
     def _watch(self, graph: _MadeGraph, found: Any) -> None:
         """Learn when another backward goes through ``graph``, of which ``found`` are gradients.
@@ -293,6 +295,8 @@ class Backward:
         self._end()
         for reduction in reduced:
             reduction.run_hooks()
+        if self.joining is not None:
+            self.joining.note_gradients()
 
     def _finish_reduces(self) -> list[Reduction]:
         """Have all gradients where the optimizer looks; returns what reduced them."""
