@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..api import BackwardPrefetch
-from .autograd import BackwardEnd, in_backward, is_handed_out
+from .autograd import BackwardEnd, in_backward, is_handed_out, refuse_compiled_backward
 from .comm_hook import settle_by_vote
 from .device import HostLines
 from .gradients import Gradients
@@ -152,6 +152,7 @@ class Backward:
 
     def _enter(self) -> None:
         if not self.is_running:
+            refuse_compiled_backward()
             self._residents.in_backward = True
             self._since_pass = True
             self._creates_graph = torch.is_grad_enabled()
