@@ -132,6 +132,7 @@ class _Joined:
             self.leave,
             not by_initial,
             [[p for group in o.param_groups for p in group["params"]] for o in optimizers],
+            None if optimizers else _not_trained(model, ()),
         )
         self._schedule.join(self.joining)
         self._follower = Follower(self._schedule, self._obey)
@@ -262,26 +263,31 @@ def _optimizers(model: UnevenInputs, given: Any) -> list[torch.optim.Optimizer]:
             "list if there are several, or optimizer=None if the model is not trained"
         )
     optimizers = _as_list(given, torch.optim.Optimizer)
-    held = {p for o in optimizers for group in o.param_groups for p in group["params"]}
-    if given is not None:
-        schedule = model._schedule or model._start()
-        handles = (handle for unit in schedule.units for handle in unit.handles)
-        missing = [
-            handle.where(parameter)
-            for handle in handles
-            for parameter in handle.watched
-            if parameter.requires_grad
-            and parameter not in held
-            and not hasattr(parameter, IN_BACKWARD)
-        ]
-        if missing:
-            names = [getattr(m, "path", None) or type(m).__name__ for m in missing]
-            raise ValueError(
-                f"The optimizers given to Join do not have {len(names)} trainable parameters, of "
-                f"{', '.join(map(repr, names[:4]))}: ranks without data would not step them. Give "
-                "it all optimizers of the model, made after wrapping, or freeze the parameters"
-            )
+    problem = _not_trained(model, optimizers)
+    if given is not None and problem is not None:
+        raise ValueError(problem)
     return optimizers
+
+
+def _not_trained(model: UnevenInputs, optimizers: Iterable[torch.optim.Optimizer]) -> str | None:
+    """Which parameters ``optimizers`` would not step, in words; None if they step all."""
+    held = {p for o in optimizers for group in o.param_groups for p in group["params"]}
+    schedule = model._schedule or model._start()
+    handles = (handle for unit in schedule.units for handle in unit.handles)
+    missing = [
+        handle.where(parameter)
+        for handle in handles
+        for parameter in handle.watched
+        if parameter.requires_grad and parameter not in held and not hasattr(parameter, IN_BACKWARD)
+    ]
+    if not missing:
+        return None
+    names = [getattr(m, "path", None) or type(m).__name__ for m in missing]
+    return (
+        f"The optimizers given to Join do not have {len(names)} trainable parameters, of "
+        f"{', '.join(map(repr, names[:4]))}: ranks without data would not step them. Give "
+        "it all optimizers of the model, made after wrapping, or freeze the parameters"
+    )
 
 
 def _schedulers(optimizers: Iterable[torch.optim.Optimizer], given: Any) -> list[Any]:

@@ -185,6 +185,7 @@ class Joining:
         terminated: Callable[[], None],
         by_active: bool,
         optimized: Sequence[Sequence[torch.Tensor]],
+        why_no_backward: str | None,
     ) -> None:
         self.group = group
         self._refuse_other_contexts(units[0].name)
@@ -195,6 +196,7 @@ class Joining:
         self._terminated = terminated
         self._notifies = False
         self._by_active = by_active
+        self._why_no_backward = why_no_backward
         self._channel = _Channel(group.group)
         self._tells = False
         #: Whether some ranks are known to have no data.
@@ -242,6 +244,8 @@ class Joining:
 
         Before the engine takes over those that were kept from ``no_sync``.
         """
+        if self._why_no_backward is not None:
+            raise RuntimeError(self._why_no_backward)
         if self._tells:
             self.tell("gradients", detail=self.became_of_gradients())
 
@@ -306,7 +310,9 @@ class Joining:
         """Every rank's ``value``, at the end, when no rank has data any more."""
         self._refuse_others(False)
         self.group.begin_pass(_JOIN, self._units[0].name)
-        return self.group.gather_objects(value, self._units[0].name)
+        found = self.group.gather_objects(value, self._units[0].name)
+        self._channel.begin_step()
+        return found
 
     def leave(self) -> None:
         """The context has ended."""
