@@ -90,6 +90,29 @@ def test_others_learn_of_a_rank_that_left_by_an_exception(
     assert not optimizer._optimizer_step_post_hooks
 
 
+@ranks(3)
+def test_ranks_with_and_without_data_learn_of_the_one_that_left() -> None:
+    model, optimizer = wrap(use_orig_params=True)
+    raises = dist.get_rank() == 2
+
+    def train() -> None:
+        with Join([model], optimizer=optimizer):
+            for step in own_steps([1, 6, 6]):
+                if step == 3 and raises:
+                    raise BadBatch
+                loss_of(model, dist.get_rank(), step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    if raises:
+        with pytest.raises(BadBatch):
+            train()
+        time.sleep(6)
+    else:
+        with pytest.raises(RuntimeError, match="Rank 2 has left Join by an exception"):
+            train()
+
+
 @ranks(2)
 def test_a_model_that_all_ranks_left_by_an_exception_works_outside_and_in_the_next_join() -> None:
     model, optimizer = wrap(use_orig_params=True)
