@@ -72,9 +72,13 @@ class GradientMethods(nn.Module):
         ranks, between backward and the optimizer's step.
         """
         schedule = self._schedule or self._outermost()._start()
-        if self._unit.joining is not None:
-            self._unit.joining.tell("clip", detail=(float(max_norm), float(norm_type)))
-        return clip_grad_norm(self, schedule, self._units(), max_norm, norm_type)
+        joining = self._unit.joining
+        if joining is None:
+            return clip_grad_norm(self, schedule, self._units(), max_norm, norm_type)
+        joining.tell("clip", detail=(float(max_norm), float(norm_type)))
+        norm = clip_grad_norm(self, schedule, self._units(), max_norm, norm_type)
+        joining.note_gradients()
+        return norm
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Have ``hook`` average the gradients of all units, in place of the engine.

@@ -6,7 +6,8 @@ A rank without data still holds shards, for which the others need it and which i
 
 from __future__ import annotations
 
-import weakref
+import functools
+import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 
 from .engine.collectives import Group, group_for
 from .engine.following import Follower
+from .engine.gradient_marks import Since
 from .engine.gradients import IN_BACKWARD
 from .engine.joining import Joining
 from .engine.schedule import Schedule
@@ -39,7 +41,7 @@ class UnevenInputs(nn.Module):
     _schedule: Schedule | None
     _unit: Unit
     #: Made by :meth:`join_hook`; until the context ends.
-    _joined: _JoinHook | None = None
+    _joined: _Joined | None = None
 
     if TYPE_CHECKING:
 
@@ -63,10 +65,10 @@ class UnevenInputs(nn.Module):
         schedulers = _schedulers(optimizers, kwargs.get("lr_scheduler", _MISSING))
         if self._joined is not None:
             self._joined.leave()
-        self._joined = _JoinHook(
+        self._joined = _Joined(
             self, optimizers, schedulers, bool(kwargs.get("divide_by_initial_world_size", True))
         )
-        return _OwnedByJoin(self._joined)
+        return _JoinHook(self._joined)
 
     @property
     def join_device(self) -> torch.device:
@@ -81,27 +83,37 @@ class UnevenInputs(nn.Module):
         return self._joined.joining.counting_group
 
 
-class _OwnedByJoin(JoinHook):
-    """Hands on what ``Join`` calls, and tells when the context is gone.
+class _JoinHook(JoinHook):
+    """Held by ``Join`` alone, which tells nobody of an exception that ends its context.
 
-    ``Join`` calls nobody when its block raises. It alone holds this object, which goes with it.
+    But it is gone then, and this with it.
     """
 
-    def __init__(self, hook: _JoinHook) -> None:
+    def __init__(self, joined: _Joined) -> None:
         super().__init__()
-        self._hook = hook
-        weakref.finalize(self, hook.leave).atexit = False
+        self._joined = joined
 
     def main_hook(self) -> None:
         """Take part in one step of the ranks that have data."""
-        self._hook.main_hook()
+        try:
+            self._joined.follow()
+        except BaseException:
+            # The exception keeps Join for as long as it is looked at.
+            self._joined.abandon()
+            raise
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take over, at the end, what the last rank did to learning rates."""
-        self._hook.post_hook(is_last_joiner)
+        """All ranks have run out of data."""
+        self._joined.end(is_last_joiner)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._joined.abandon()
 
 
-class _JoinHook(JoinHook):
+class _Joined:
+    """A model in a ``Join``."""
+
     def __init__(
         self,
         model: UnevenInputs,
@@ -109,28 +121,30 @@ class _JoinHook(JoinHook):
         schedulers: Sequence[Any],
         by_initial: bool,
     ) -> None:
-        super().__init__()
         self._model = model
         self._optimizers = optimizers
         self._schedulers = schedulers
         self._schedule = model._schedule or model._start()
+        self._has_left = False
         self.joining = Joining(
-            _all_ranks(model._unit), self._schedule.units, self._notify, self.leave, not by_initial
+            _all_ranks(model._unit),
+            self._schedule.units,
+            self._notify,
+            self.leave,
+            not by_initial,
+            [[p for group in o.param_groups for p in group["params"]] for o in optimizers],
+            None if optimizers else _not_trained(model, ()),
         )
         self._schedule.join(self.joining)
-        self._follower = Follower(self._schedule, self._obey, self._clear_gradients)
+        self._follower = Follower(self._schedule, self._obey)
+        #: What was done to the gradients that an optimizer is stepping with, by its number.
+        self._since: dict[int, Since | None] = {}
         self._hooks = [
             handle
             for number, optimizer in enumerate(optimizers)
             for handle in (
-                optimizer.register_step_pre_hook(
-                    lambda optimizer, *_, number=number: self.joining.tell(
-                        "step", detail=(number, _options(optimizer))
-                    )
-                ),
-                optimizer.register_step_post_hook(
-                    lambda *_, number=number: self.joining.stepped.add(number)
-                ),
+                optimizer.register_step_pre_hook(functools.partial(self._before_step, number)),
+                optimizer.register_step_post_hook(functools.partial(self._after_step, number)),
             )
         ]
 
@@ -149,43 +163,64 @@ class _JoinHook(JoinHook):
         joinable: Any = self._model
         return Join.notify_join_context(joinable)
 
+    def _before_step(self, number: int, *_: Any) -> None:
+        self._since[number] = self.joining.since_backward(number)
+
+    def _after_step(
+        self, number: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> None:
+        self.joining.stepped.add(number)
+        since = self._since.pop(number, None)
+        if args or kwargs:
+            # A closure ran forward and backward inside of the step.
+            since = self.joining.since_backward(number)
+        self.joining.tell_of_step(number, _options(optimizer), since)
+
     # -- without ------------------------------------------------------------------------------
 
-    def main_hook(self) -> None:
+    def follow(self) -> None:
         """Take part in one step of the ranks that have data."""
-        try:
-            self._follower.follow(self.joining)
-        except BaseException:
-            # The block that ``Join`` is around raises with it.
-            self.leave()
-            raise
+        self._follower.follow(self.joining)
 
     def _obey(self, verb: str, detail: Any) -> None:
         if verb == "clip":
             self._model.clip_grad_norm_(*detail)
+        elif verb == "gradients":
+            self._clear_gradients(detail)
         elif verb == "step":
-            number, options = detail
+            number, options, without_gradients = detail
             optimizer = self._optimizers[number]
+            if without_gradients:
+                optimizer.zero_grad()
             _take_options(optimizer, options)
             optimizer.step()
         else:
             raise AssertionError(f"No such word: {verb}")
 
-    def _clear_gradients(self, to_zero: bool) -> None:
-        """Clear what has been stepped with, as the others have done in the meantime."""
-        for number in self.joining.stepped:
-            self._optimizers[number].zero_grad(set_to_none=not to_zero)
+    def _clear_gradients(self, others: dict[int, Since]) -> None:
+        """Do to gradients what ``others`` have done since the last backward, by optimizer."""
+        for number, since in others.items():
+            stepped = number in self.joining.stepped
+            if since is Since.REMOVED or (since is Since.UNKNOWN and stepped):
+                self._optimizers[number].zero_grad()
+            elif since is Since.ZEROED:
+                self._optimizers[number].zero_grad(set_to_none=False)
         self.joining.stepped.clear()
 
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """All ranks have run out of data: take over what the last of them did to learning rates."""
+    def end(self, is_last_joiner: bool) -> None:
+        """All ranks have run out of data: take over what the last of them did in the end.
+
+        That is to learning rates, and to the gradients of the last step.
+        """
         facts = (
             [_options(optimizer) for optimizer in self._optimizers],
             [scheduler.state_dict() for scheduler in self._schedulers],
+            self.joining.became_of_gradients(),
         )
         found = self.joining.exchange(facts if is_last_joiner else None)
         if not is_last_joiner:
-            options, states = next(facts for facts in found if facts is not None)
+            options, states, since = next(facts for facts in found if facts is not None)
+            self._clear_gradients(since)
             for optimizer, its_options in zip(self._optimizers, options, strict=True):
                 _take_options(optimizer, its_options)
             for scheduler, state in zip(self._schedulers, states, strict=True):
@@ -193,14 +228,20 @@ class _JoinHook(JoinHook):
         self.leave()
 
     def leave(self) -> None:
-        """Forget the context, unless that is done."""
-        if self._model._joined is not self:
-            return
-        self._model._joined = None
+        """Forget the context."""
+        self._has_left = True
         for hook in self._hooks:
             hook.remove()
         self._schedule.join(None)
         self.joining.leave()
+        if self._model._joined is self:
+            self._model._joined = None
+
+    def abandon(self) -> None:
+        """Forget it, and let other ranks know, if it has not come to its end."""
+        if not self._has_left:
+            self.joining.leave_by_exception()
+            self.leave()
 
 
 def _all_ranks(unit: Unit) -> Group:
@@ -223,26 +264,31 @@ def _optimizers(model: UnevenInputs, given: Any) -> list[torch.optim.Optimizer]:
             "list if there are several, or optimizer=None if the model is not trained"
         )
     optimizers = _as_list(given, torch.optim.Optimizer)
-    held = {p for o in optimizers for group in o.param_groups for p in group["params"]}
-    if given is not None:
-        schedule = model._schedule or model._start()
-        handles = (handle for unit in schedule.units for handle in unit.handles)
-        missing = [
-            handle.where(parameter)
-            for handle in handles
-            for parameter in handle.watched
-            if parameter.requires_grad
-            and parameter not in held
-            and not hasattr(parameter, IN_BACKWARD)
-        ]
-        if missing:
-            names = [getattr(m, "path", None) or type(m).__name__ for m in missing]
-            raise ValueError(
-                f"The optimizers given to Join do not have {len(names)} trainable parameters, of "
-                f"{', '.join(map(repr, names[:4]))}: ranks without data would not step them. Give "
-                "it all optimizers of the model, made after wrapping, or freeze the parameters"
-            )
+    problem = _not_trained(model, optimizers)
+    if given is not None and problem is not None:
+        raise ValueError(problem)
     return optimizers
+
+
+def _not_trained(model: UnevenInputs, optimizers: Iterable[torch.optim.Optimizer]) -> str | None:
+    """Which parameters ``optimizers`` would not step, in words; None if they step all."""
+    held = {p for o in optimizers for group in o.param_groups for p in group["params"]}
+    schedule = model._schedule or model._start()
+    handles = (handle for unit in schedule.units for handle in unit.handles)
+    missing = [
+        handle.where(parameter)
+        for handle in handles
+        for parameter in handle.watched
+        if parameter.requires_grad and parameter not in held and not hasattr(parameter, IN_BACKWARD)
+    ]
+    if not missing:
+        return None
+    names = [getattr(m, "path", None) or type(m).__name__ for m in missing]
+    return (
+        f"The optimizers given to Join do not have {len(names)} trainable parameters, of "
+        f"{', '.join(map(repr, names[:4]))}: ranks without data would not step them. Give "
+        "it all optimizers of the model, made after wrapping, or freeze the parameters"
+    )
 
 
 def _schedulers(optimizers: Iterable[torch.optim.Optimizer], given: Any) -> list[Any]:

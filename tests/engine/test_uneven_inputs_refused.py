@@ -41,6 +41,23 @@ def test_forgotten_optimizers_and_schedulers_are_asked_for() -> None:
     Join([model], optimizer=optimizer, lr_scheduler=None)
 
 
+@ranks(2)
+def test_a_model_that_was_said_not_to_be_trained_has_no_backward() -> None:
+    model, _ = wrap(use_orig_params=True)
+    with (
+        pytest.raises(RuntimeError, match="ranks without data would not step them"),
+        Join([model], optimizer=None),
+    ):
+        loss_of(model, dist.get_rank(), 0).backward()
+    loss_of(model, dist.get_rank(), 0).backward()
+    model.requires_grad_(False)
+    with Join([model], optimizer=None):
+        x = torch.ones(2, 5, requires_grad=True)
+        for _ in own_steps([1, 3]):
+            model(x).sum().backward()
+    assert (x.grad is not None) == (len([*own_steps([1, 3])]) > 0)
+
+
 def save(model: FSDP, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
     model.state_dict()
 

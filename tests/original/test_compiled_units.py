@@ -7,11 +7,21 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from tests.original.training import build, full_parameters, inputs
+import torch._dynamo.compiled_autograd
+from tests.original.training import (
+    MODES,
+    Net,
+    blocks_policy,
+    build,
+    full_parameters,
+    inputs,
+    loss_of,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import ShardingStrategy
 from fullshard.engine import untraced
 from fullshard.testing import ranks
 from fullshard.wrap import ModuleWrapPolicy
@@ -157,3 +167,26 @@ def test_where_code_cannot_be_marked_functions_are_left_out_of_graphs_all_the_sa
         graphs = Graphs()
         torch.testing.assert_close(torch.compile(function, backend=graphs)(x), inner(x) + 1)
         assert graphs.operations == operations
+
+
+@pytest.mark.parametrize("compiles_forward", [True, False])
+@pytest.mark.parametrize(("strategy", "use_orig_params"), MODES)
+@ranks(2)
+def test_a_backward_by_compiled_autograd_is_refused(
+    strategy: ShardingStrategy, use_orig_params: bool, compiles_forward: bool
+) -> None:
+    model = FSDP(
+        build(Net),
+        auto_wrap_policy=blocks_policy(),
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+    run = torch.compile(model, backend="eager") if compiles_forward else model
+    loss = loss_of(run, 0)
+    with (
+        torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")),
+        pytest.raises(RuntimeError, match=r"Leave torch._dynamo.config.compiled_autograd at False"),
+    ):
+        loss.backward()
+    loss_of(run, 0).backward()
+    assert all(p.grad is not None for p in model.parameters() if p.numel())

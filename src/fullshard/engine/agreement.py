@@ -32,7 +32,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -105,6 +105,8 @@ class Agreement:
         #: Whether this group has left the connection to the store that all groups share.
         self._has_connection = False
         self._finding: str | None = None
+        #: Called when others have been waited for for long; raises if that is in vain (``Join``).
+        self.also_look: Callable[[], None] | None = None
         #: The place of the last operation for which it was told that others are waited for.
         self._told = -1
 
@@ -233,6 +235,8 @@ class Agreement:
 
     def _look(self, waited: float, pending: Operation | None = None) -> None:
         """Post where this rank is, read where the others are, raise what they disagree on."""
+        if self.also_look is not None:
+            self.also_look()
         history = [*self._recent] if pending is None else [*self._recent, (self._count, pending)]
         finding = self._compare(history)
         # Asked for after this rank has posted: who answers finds the post, and is done.

@@ -13,6 +13,7 @@ Note: one node for life
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -97,6 +98,21 @@ def holds_reentrant_checkpoint(tensors: Iterable[torch.Tensor], after: int) -> b
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def refuse_compiled_backward() -> None:
+    """Refuse (RuntimeError) that Dynamo's compiled autograd runs this backward.
+
+    It runs nodes and hooks in an order of its own, and gradients would be lost without a word.
+    """
+    # Not imported here: who does not compile is spared the second that it takes.
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and compiled.in_compiled_autograd_region:
+        raise RuntimeError(
+            "A wrapped model cannot be trained under compiled autograd, which calls hooks in "
+            "another order than autograd does. Leave torch._dynamo.config.compiled_autograd at "
+            "False: torch.compile compiles the backward of what it compiles without it"
+        )
 
 
 class BackwardEnd:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .autograd import BackwardEnd, in_backward, is_handed_out
+from .autograd import BackwardEnd, in_backward, is_handed_out, refuse_compiled_backward
 from .comm_hook import settle_by_vote
 from .device import HostLines
 from .gradients import Gradients
@@ -162,6 +162,7 @@ class Backward:
 
     def _enter(self) -> None:
         if not self.is_running:
+            refuse_compiled_backward()
             self._unsharded.in_backward = True
             self._since_pass = True
             self._creates_graph = torch.is_grad_enabled()
@@ -170,6 +171,8 @@ class Backward:
             self._number += 1
             self._cursor = len(self._passed)
             BackwardEnd(self._finish, functools.partial(self._break_off, self._number))
+            if self.joining is not None:
+                self.joining.begin_backward()
 
     def _watch(self, graph: _MadeGraph, found: Any) -> None:
         """Learn when another backward goes through ``graph``, of which ``found`` are gradients.
@@ -301,6 +304,8 @@ class Backward:
         self._end()
         for reduction in reduced:
             reduction.run_hooks()
+        if self.joining is not None:
+            self.joining.note_gradients()
 
     def _finish_reduces(self) -> list[Reduction]:
         """Have all gradients where the optimizer looks; returns what reduced them."""

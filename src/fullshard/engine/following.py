@@ -16,19 +16,16 @@ from .unit import Unit
 class Follower:
     """Does to the units below a root what it is told, see ``joining.py``.
 
-    ``obey`` is called with the words that are not the engine's, ``before_gradients`` before
-    gradients come, and with whether others have gradients already.
+    ``obey`` is called with the words that are not the engine's.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         obey: Callable[[str, Any], None],
-        before_gradients: Callable[[bool], None],
     ) -> None:
         self._schedule = schedule
         self._obey = obey
-        self._before_gradients = before_gradients
         self._reduced: dict[Unit, None] = {}
 
     def follow(self, joining: Joining) -> None:
@@ -58,7 +55,6 @@ class Follower:
             unit.start_gather(word.detail)
             unit.release()
         elif word.verb == "reduce":
-            self._before_gradients(word.detail)
             self._reduced[unit] = None
             with torch.no_grad():
                 unit.reduction.stage([[None] * len(h.layout.slots) for h in unit.handles])

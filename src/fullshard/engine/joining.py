@@ -8,21 +8,27 @@ Note: word by word
     step ends where ``Join`` counts the ranks that have data, at the beginning of a forward and at
     the end of the context; it counts in a process group of ours, which says so first. As long as
     all ranks have data nobody is told anything.
+
+Note: who leaves by an exception
+    ``Join`` does not tell anybody when an exception ends its context on one rank. That rank leaves
+    a mark in the store; others that wait for it, for a word or for a collective, look there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from .agreement import LAST_RESORT, Agreement, agreement_for
+from .agreement import LAST_RESORT, PATIENCE, Agreement, RanksDisagreeError, agreement_for
 from .collectives import Group
+from .gradient_marks import GradientMarks, Since
 from .started import Started
 
 if TYPE_CHECKING:
@@ -30,6 +36,8 @@ if TYPE_CHECKING:
 
 #: The pass in which ranks tell each other who still has data.
 _JOIN = "join"
+#: What they do before each pass.
+_COUNT = f"{_JOIN}: count ranks with data"
 #: What ranks with data may do while others have none: what those others are told of.
 _FOLLOWED = (
     *("forward", "evaluation", "run", "gather", "reduce", "all-reduce", "communication hook"),
@@ -63,6 +71,8 @@ class _Channel:
         self._agreement = agreement_for(group)
         _rounds[group] = _rounds.get(group, 0) + 1
         self._prefix = f"fullshard/join/{_rounds[group]}"
+        self._left_key = f"{self._prefix}/left"
+        self._rank = group.rank()
         self._step = 0
         self._number = 0
         self._said: list[str] = []
@@ -88,11 +98,27 @@ class _Channel:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
             waited = time.monotonic() - begun
+            if waited > PATIENCE:
+                self.check_nobody_left()
             if isinstance(self._agreement, Agreement):
                 self._agreement.look_around(waited)
             elif waited > LAST_RESORT:
                 raise RuntimeError(f"Waited {waited:.0f} s for ranks that still have data")
         return Word(*pickle.loads(self._store.get(key)))
+
+    def leave(self) -> None:
+        """Leave a mark: this rank is out of the context, by an exception."""
+        self._store.compare_set(self._left_key, "", str(self._rank))
+
+    def check_nobody_left(self) -> None:
+        """Raise (RanksDisagreeError) if another rank has left such a mark."""
+        if self._store.check([self._left_key]):
+            rank = self._store.get(self._left_key).decode()
+            if rank != str(self._rank):
+                raise RanksDisagreeError(
+                    f"Rank {rank} has left Join by an exception, and rank {self._rank} waits for "
+                    "it: look at its log"
+                )
 
     def _next_key(self) -> str:
         self._number += 1
@@ -100,24 +126,52 @@ class _Channel:
 
 
 class CountingGroup(dist.ProcessGroup):
-    """The process group in which ``Join`` counts: ``group``, which is told of it before."""
+    """The process group in which ``Join`` counts: ``group``, which is told of it before.
 
-    def __init__(self, group: Any, before: Callable[[torch.Tensor], None]) -> None:
-        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
+    What goes wrong is kept, and for ``Join`` some rank still has data: an error that came by way of
+    ``torch.distributed`` would be another one, of a group that it does not know.
+    """
+
+    def __init__(self, group: Group, before: Callable[[torch.Tensor], None]) -> None:
+        super().__init__(group.rank, group.size)  # type: ignore[call-arg]
         self._group = group
         self._before = before
+        self._error: Exception | None = None
         ranks = dist.distributed_c10d._world.pg_group_ranks
-        ranks[self] = ranks[group]
+        ranks[self] = ranks[group.group]
 
     def allreduce(  # type: ignore[override]
         self, tensors: list[torch.Tensor], options: Any = None
-    ) -> Any:
+    ) -> _Done:
+        try:
+            if self._error is None:
+                self._count(tensors, options or dist.AllreduceOptions())
+        except Exception as error:
+            self._error = error
+            tensors[0].fill_(1)
+        return _Done()
+
+    def _count(self, tensors: list[torch.Tensor], options: Any) -> None:
         self._before(tensors[0])
-        return self._group.allreduce(tensors, options or dist.AllreduceOptions())
+        # Here, as one waits for other collectives: Join itself would not look at the others.
+        self._group.wait(Started(self._group.group.allreduce(tensors, options)))
+
+    def raise_error(self) -> None:
+        """Raise what went wrong."""
+        if self._error is not None:
+            raise self._error
 
     def forget(self) -> None:
         """Let torch know it no longer."""
         dist.distributed_c10d._world.pg_group_ranks.pop(self, None)
+
+
+class _Done:
+    """What has been waited for."""
+
+    def wait(self) -> bool:
+        """Return at once."""
+        return True
 
 
 class Joining:
@@ -130,18 +184,28 @@ class Joining:
         notify: Callable[[], Any],
         terminated: Callable[[], None],
         by_active: bool,
+        optimized: Sequence[Sequence[torch.Tensor]],
+        why_no_backward: str | None,
     ) -> None:
         self.group = group
-        self.counting_group = CountingGroup(group.group, self._count)
+        self._refuse_other_contexts(units[0].name)
+        self.counting_group = CountingGroup(group, self._count)
         self._units = list(units)
         self._index = {unit: index for index, unit in enumerate(units)}
         self._notify = notify
         self._terminated = terminated
         self._notifies = False
         self._by_active = by_active
+        self._why_no_backward = why_no_backward
         self._channel = _Channel(group.group)
         self._tells = False
+        #: Whether some ranks are known to have no data.
+        self._some_follow = False
+        self._has_ended = False
         self._counted: torch.Tensor | None = None
+        self._marks = GradientMarks(optimized)
+        groups = {group, *(unit.shards for unit in units)}
+        self._groups = groups | {unit.copies for unit in units if unit.copies is not None}
         #: The optimizers, by their number, that have stepped since the last backward.
         self.stepped: set[int] = set()
 
@@ -149,6 +213,7 @@ class Joining:
 
     def begin_pass(self) -> None:
         """A forward begins: say that this rank has data, and learn whether others have none."""
+        self._refuse_other_contexts(self._units[0].name)
         self._notifies, self._counted = True, None
         try:
             work = self._notify()
@@ -160,7 +225,7 @@ class Joining:
             self._notifies = False
         if work is None:
             return
-        self.group.wait(Started(work))
+        self.counting_group.raise_error()
         assert self._counted is not None
         if int(self._counted.item()) < self.group.size:
             self._meet(has_data=True)
@@ -174,20 +239,55 @@ class Joining:
         if verb == "finish":
             self.stepped.clear()
 
-    def tell_of_reduce(self, unit: Unit) -> None:
-        """Say that gradients are reduced, and whether the optimizer left some: that were zeroed."""
+    def begin_backward(self) -> None:
+        """Say what became of the gradients of the last backward: others do the same to theirs.
+
+        Before the engine takes over those that were kept from ``no_sync``.
+        """
+        if self._why_no_backward is not None:
+            raise RuntimeError(self._why_no_backward)
         if self._tells:
-            handles = (handle for each in self._units for handle in each.handles)
-            left = any(p.grad is not None for handle in handles for p in handle.watched)
-            self.tell("reduce", unit, left)
+            self.tell("gradients", detail=self.became_of_gradients())
+
+    def became_of_gradients(self) -> dict[int, Since]:
+        """What was done since the last backward to every optimizer's gradients, by its number."""
+        return {number: self._marks.since(number) for number in self._marks.optimizers}
+
+    def since_backward(self, number: int) -> Since | None:
+        """What was done to an optimizer's gradients, if there is anybody to be told."""
+        return self._marks.since(number) if self._some_follow else None
+
+    def tell_of_step(self, number: int, options: Any, since: Since | None) -> None:
+        """Say that an optimizer has stepped, and ``since`` a backward with what gradients."""
+        if since in (Since.CHANGED, Since.ZEROED):
+            self._say_refused(
+                "Gradients were changed between backward and the optimizer's step, inside of Join, "
+                "while some ranks have run out of data: they have gradients of their own, and "
+                "follow model.clip_grad_norm_ only. Clip with that, not with "
+                "torch.nn.utils.clip_grad_norm_; scale the loss instead of gradients; or pass "
+                "throw_on_early_termination=True"
+            )
+        self.tell("step", detail=(number, options, since is Since.REMOVED))
+        self._marks.note()
+
+    def note_gradients(self) -> None:
+        """A backward, or what others were told of, has left gradients as they are now."""
+        self._marks.note()
 
     def _count(self, tensor: torch.Tensor) -> None:
         """``Join`` is about to count: whatever was going on is over."""
+        if self._has_ended:
+            raise RuntimeError(
+                "This Join has ended: its model was given to another one in the meantime. Contexts "
+                "of one model cannot be nested"
+            )
+        self._look_out_for_leavers(True)
         if self._counted is None:
             # What follows, if all are to raise when one runs out of data, is no count.
             self._counted = tensor
         self.tell("end")
-        self._tells = False
+        self._tells = self._some_follow = False
+        self.group.agree(_COUNT, self._units[0].name, tensor)
         if not self._notifies and tensor.item() == 1:
             # Not a count: this rank has run out of data, and tells the others by an exception.
             self._terminated()
@@ -200,6 +300,7 @@ class Joining:
         have_data: list[bool] = self.group.gather_objects(has_data, self._units[0].name)
         self._channel.begin_step()
         self._tells = have_data.index(True) == self.group.rank
+        self._some_follow = has_data
         self._refuse_others(has_data)
         rescale = self.group.size / sum(have_data) if self._by_active else 1.0
         for unit in self._units:
@@ -209,19 +310,38 @@ class Joining:
         """Every rank's ``value``, at the end, when no rank has data any more."""
         self._refuse_others(False)
         self.group.begin_pass(_JOIN, self._units[0].name)
-        return self.group.gather_objects(value, self._units[0].name)
+        found = self.group.gather_objects(value, self._units[0].name)
+        self._channel.begin_step()
+        return found
 
     def leave(self) -> None:
         """The context has ended."""
+        self._has_ended = True
+        self._tells = self._some_follow = False
         self._refuse_others(False)
+        self._look_out_for_leavers(False)
         self.counting_group.forget()
         for unit in self._units:
             unit.reduction.rescale = 1.0
+
+    def leave_by_exception(self) -> None:
+        """The context has ended on this rank, and maybe on no other: let the others know."""
+        # The process may be about to end, and the store be gone.
+        with contextlib.suppress(RuntimeError):
+            self._channel.leave()
+        self.leave()
+
+    def _look_out_for_leavers(self, on: bool) -> None:
+        for group in self._groups:
+            agreement = agreement_for(group.group)
+            if isinstance(agreement, Agreement):
+                agreement.also_look = self._channel.check_nobody_left if on else None
 
     # -- a rank without data ------------------------------------------------------------------
 
     def hear_step(self, obey: Callable[[Word, Unit | None], None]) -> None:
         """Do what the others do, up to the end of a step."""
+        self.counting_group.raise_error()
         self._meet(has_data=False)
         while (word := self._channel.hear()).verb != "end":
             if word.verb == "refused":
@@ -231,20 +351,26 @@ class Joining:
     # -- what cannot be followed --------------------------------------------------------------
 
     def _refuse_others(self, on: bool) -> None:
-        groups = {self.group, *(unit.shards for unit in self._units)}
-        groups |= {unit.copies for unit in self._units if unit.copies is not None}
-        for group in groups:
+        for group in self._groups:
             group.refuse = self._refuse if on else None
 
     def _refuse(self, verb: str, unit: str) -> None:
         if verb.startswith(_FOLLOWED):
             return
-        message = (
+        self._say_refused(
             f"{verb!r} of {unit!r} inside of Join, while some ranks have run out of data: they "
             "follow forward, backward, clip_grad_norm_ and the steps of the optimizers given to "
             "Join. Do it outside of the context, or pass throw_on_early_termination=True"
         )
+
+    def _say_refused(self, message: str) -> NoReturn:
         self.tell("refused", detail=message)
         # All ranks raise, and none of them is in the context any more.
         self._terminated()
         raise RuntimeError(message)
+
+    def _refuse_other_contexts(self, unit: str) -> None:
+        """Have the Join of another model, in which ranks follow that one, refuse this model."""
+        refuse = self.group.refuse
+        if refuse is not None and refuse != self._refuse:
+            refuse("pass of another model", unit)

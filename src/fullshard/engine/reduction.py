@@ -88,7 +88,8 @@ class Reduction:
         staged, self._staged = self._staged, []
         if not staged:
             return
-        self._tell()
+        if self._unit.joining is not None:
+            self._unit.joining.tell("reduce", self._unit)
         lines.reduce_after_compute()
         # A hook of the user's may raise; after a failed collective, memory must not be freed.
         self._reducing = staged if self.comm_hook is not None else []
@@ -97,7 +98,9 @@ class Reduction:
                 if isinstance(item, flow.Own):
                     item.deliver()
                     continue
-                reduced = self._scaled(self._reduce(item))
+                reduced = self._reduce(item)
+                if self.rescale != 1.0:
+                    reduced.mul_(self.rescale)
                 if not lines.runs_ahead:
                     item.release()
                 undecided = flow.deliver(item.handle, reduced, item.absent)
@@ -128,8 +131,8 @@ class Reduction:
     def start(self) -> None:
         """Begin to reduce what is staged, behind what is computed until it is finished."""
         staged, self._staged = self._staged, []
-        if staged:
-            self._tell()
+        if staged and self._unit.joining is not None:
+            self._unit.joining.tell("reduce", self._unit)
         for item in staged:
             assert isinstance(item, flow.Staged)
             self._in_flight.append(self._start(item))
@@ -139,17 +142,11 @@ class Reduction:
         # One by one: those that follow one that raises are still to be waited for.
         while self._in_flight:
             reducing = self._in_flight.pop(0)
-            staged, reduced = reducing.staged, self._scaled(reducing.finish())
+            staged, reduced = reducing.staged, reducing.finish()
+            if self.rescale != 1.0:
+                reduced.mul_(self.rescale)
             staged.release()
             self._undecided += flow.deliver(staged.handle, reduced, staged.absent)
-
-    def _tell(self) -> None:
-        joining = self._unit.joining
-        if joining is not None:
-            joining.tell_of_reduce(self._unit)
-
-    def _scaled(self, reduced: torch.Tensor) -> torch.Tensor:
-        return reduced if self.rescale == 1.0 else reduced.mul_(self.rescale)
 
     # -- on an accelerator --------------------------------------------------------------------
 
