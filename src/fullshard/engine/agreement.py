@@ -105,6 +105,10 @@ class Agreement:
         #: Whether this group has left the connection to the store that all groups share.
         self._has_connection = False
         self._finding: str | None = None
+        #: The operation that this rank waits to begin, and its place: not a past one yet.
+        self._waiting: Place | None = None
+        #: Whether this rank has said that it read where the others are.
+        self._announced = False
         #: Called when others have been waited for for long; raises if that is in vain (``Join``).
         self.also_look: Callable[[], None] | None = None
         #: The place of the last operation for which it was told that others are waited for.
@@ -187,7 +191,10 @@ class Agreement:
         self._previous_key = key
 
     def _wait_for_all(self, key: str, operation: Operation) -> None:
+        # Kept if this raises: a thread that answers must go on to say it.
+        self._waiting = self._count, operation
         if self._comes_soon(key):
+            self._waiting = None
             return
         waited = PATIENCE
         while True:
@@ -195,6 +202,7 @@ class Agreement:
             time.sleep(_LOOK_EVERY)
             waited += _LOOK_EVERY
             if self._store.check([f"{key}/go"]):
+                self._waiting = None
                 return
             if waited > self._timeout:
                 raise RanksDisagreeError(
@@ -276,7 +284,9 @@ class Agreement:
         raised by the next operation of this rank.
         """
         if self._store.check([_ASKED]):
-            self._finding = self._compare([*self._recent])
+            waiting = self._waiting
+            # With what the other thread waits for, which has posted it: this replaces that post.
+            self._finding = self._compare([*self._recent, *([waiting] if waiting else [])])
         if self._finding is None:
             return False
         self._announce()
@@ -302,7 +312,8 @@ class Agreement:
     def _announce(self) -> None:
         """Give the other ranks time to read this rank's post before this process may end."""
         key = "fullshard/read"
-        read = self._store.add(key, 1)
+        read = self._store.add(key, 0 if self._announced else 1)
+        self._announced = True
         deadline = time.monotonic() + 2 * PATIENCE
         while read < self._world_size and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY / 5)
