@@ -18,12 +18,11 @@ from typing import Any
 import torch
 
 from .autograd import BackwardEnd, in_backward, is_handed_out, refuse_compiled_backward
-from .comm_hook import settle_by_vote
 from .device import HostLines
 from .gradients import Gradients
 from .joining import Joining
 from .policy import Policy
-from .reduction import Reduction
+from .reduction import Reduction, settle_all
 from .residency import Reason, Residency, UnshardedUnits
 from .step_state import ForwardCall
 from .unit import State, Unit
@@ -324,12 +323,7 @@ class Backward:
         reduced = [unit.reduction for unit in self._reduced]
         if self.offloads:
             self._lines.host_after_reduces()
-        for reduction in reduced:
-            reduction.free_buffers()
-            reduction.settle()
-        ballots = [ballot for reduction in reduced for ballot in reduction.take_ballots()]
-        if ballots:
-            settle_by_vote(ballots)
+        settle_all(reduced)
         self._reduced = {}
         return reduced
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .comm_hook import settle_by_vote
 from .joining import Joining, Word
+from .reduction import settle_all
 from .schedule import Schedule
 from .unit import Unit
 
@@ -70,11 +70,6 @@ class Follower:
             lines.compute_after_reduces()
             if any(unit.offloads for unit in units):
                 lines.host_after_reduces()
-            for reduction in reduced:
-                reduction.free_buffers()
-                reduction.settle()
-            ballots = [ballot for reduction in reduced for ballot in reduction.take_ballots()]
-            if ballots:
-                settle_by_vote(ballots)
+            settle_all(reduced)
         for reduction in reduced:
             reduction.run_hooks()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import gradients as flow
-from .comm_hook import Ballot, CommHook, reduce_with_hook
+from .comm_hook import Ballot, CommHook, reduce_with_hook, settle_by_vote
 from .flat_param import FlatParamHandle
 from .started import lost
 
@@ -233,3 +233,13 @@ class Reduction:
         self._staged, self._reducing, self._undecided, self.ballots = [], [], [], []
         for handle in self._unit.handles:
             handle.received = []
+
+
+def settle_all(reductions: Sequence[Reduction]) -> None:
+    """At the end of a backward, free the reduce buffers and find out which gradients are absent."""
+    for reduction in reductions:
+        reduction.free_buffers()
+        reduction.settle()
+    ballots = [ballot for reduction in reductions for ballot in reduction.take_ballots()]
+    if ballots:
+        settle_by_vote(ballots)
