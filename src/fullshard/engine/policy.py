@@ -91,7 +91,7 @@ class UnitPlan:
     prefetches_after_backward: bool
     #: What becomes of the full parameters after forward, unless backward begins with the unit.
     normally_after_forward: AfterForward
-    #: Among how many of the units that run last in forward backward begins with this one.
+    #: If the unit is among this many that run last in forward, backward begins with it.
     begins_backward_among: int
     #: Whether the memory of the resharded unit is given back one unit late: otherwise the next
     #: all-gather, issued after this unit's compute, would have to wait for that compute to write

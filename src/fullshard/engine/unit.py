@@ -1,7 +1,7 @@
 """A unit: one wrapped module, its groups, and how they change between sharded and gathered.
 
-The unit knows *how*; ``schedule.py`` decides *when*. What becomes of its gradients is known by its
-``reduction``. Its state is one of
+The unit knows *how*; ``policy.py`` decides *when*, and ``schedule.py`` and ``backward.py`` carry
+that out. What becomes of its gradients is known by its ``reduction``. Its state is one of
 
     SHARDED ──start_gather──▶ GATHERING ──finish_gather──▶ GATHERED ──release──▶ SHARDED
 
