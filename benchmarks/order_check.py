@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.engine.agreement import SWITCH, Agreement, Operation
+from fullshard.engine.comm.order_check import SWITCH, Agreement, Operation
 from fullshard.wrap import ModuleWrapPolicy
 
 LAYERS, WIDTH, HEADS, TOKENS, BATCH, LENGTH = 8, 384, 6, 512, 2, 128

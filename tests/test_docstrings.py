@@ -25,7 +25,7 @@ from fullshard.wrap import ModuleWrapPolicy
 
 SOURCE = Path(fullshard.__file__).parent
 #: What needs several ranks, or ends the process.
-NOT_RUN = {"fullshard.cli.launch.launch"}
+NOT_RUN = {"fullshard.cli.launcher.launch.launch"}
 
 
 def module_of(file: Path) -> str:
@@ -46,7 +46,7 @@ class Net(Blocks):
 @pytest.mark.parametrize("module_name", MODULES)
 @ranks(1)
 def test_examples_give_what_they_say(module_name: str, tmp_path: Path) -> None:
-    if module_name == "fullshard.state.export":
+    if module_name == "fullshard.state.checkpoint.export":
         pytest.importorskip("safetensors")
     os.chdir(tmp_path)
     module = importlib.import_module(module_name)

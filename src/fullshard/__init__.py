@@ -24,11 +24,11 @@ from .api import (
     StateDictSettings,
     StateDictType,
 )
-from .engine.agreement import RanksDisagreeError
-from .engine.flat_param import FlatParameter
+from .engine.comm.order_check import RanksDisagreeError
+from .engine.params.flat_param import FlatParameter
 from .fsdp import FullyShardedDataParallel, UnshardHandle, register_fsdp_forward_method
 from .grad.scaler import ShardedGradScaler
-from .state.optim_template import optim_state_template
+from .state.optim.template import optim_state_template
 
 if TYPE_CHECKING:
     from .state.checkpoint import (
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         resume,
         save,
     )
-    from .state.export import export_safetensors
+    from .state.checkpoint.export import export_safetensors
 
 __all__ = [
     "BackwardPrefetch",
@@ -83,7 +83,7 @@ _WHEN_USED = {
     "Checkpoint": "state.checkpoint",
     "CheckpointError": "state.checkpoint",
     "SaveHandle": "state.checkpoint",
-    "export_safetensors": "state.export",
+    "export_safetensors": "state.checkpoint.export",
     "latest": "state.checkpoint",
     "load": "state.checkpoint",
     "resume": "state.checkpoint",

@@ -10,20 +10,20 @@ import torch
 from torch import nn
 
 from .api import CPUOffload, ShardingStrategy
-from .engine.build import broadcast_states, build_unit, compute_device, managed_parameters
-from .engine.collectives import group_for
-from .engine.optimizers import watch_optimizers
-from .engine.policy import UnitOptions
-from .engine.process_groups import ProcessGroups
-from .engine.suitability import (
+from .engine.comm.collectives import group_for
+from .engine.comm.process_groups import ProcessGroups
+from .engine.init.build import broadcast_states, build_unit, compute_device, managed_parameters
+from .engine.init.optimizer_warnings import watch_optimizers
+from .engine.init.validation import (
     check_modules,
     check_no_optimizers_in_backward,
     check_parameters,
     warn_of_container,
 )
-from .engine.tensor_parallel import localize
-from .engine.unit import Unit
-from .state.initialize import check_initializable, forget, holds_meta, materialize
+from .engine.params.tensor_parallel import localize
+from .engine.runtime.policy import UnitOptions
+from .engine.runtime.unit import Unit
+from .state.model.deferred_init import check_initializable, forget, holds_meta, materialize
 from .wrap import check_flat_unit_is_uniform, is_unit
 
 Order = dict[nn.Module, tuple[str, ...]]

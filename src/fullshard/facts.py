@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from .api import BackwardPrefetch, ShardingStrategy
-from .engine.flat_param import FlatParameter, FlatParamHandle
-from .engine.schedule import Schedule
-from .engine.unit import Unit
+from .engine.params.flat_param import FlatParameter, FlatParamHandle
+from .engine.runtime.forward import Schedule
+from .engine.runtime.unit import Unit
 
 
 class TrainingState(Enum):

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .engine.untraced import untraced_itself
+from .engine.runtime.untraced import untraced_itself
 
 if TYPE_CHECKING:
     from .fsdp import FullyShardedDataParallel

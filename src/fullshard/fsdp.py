@@ -18,32 +18,31 @@ from torch.distributed.algorithms.join import Joinable
 
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, adopt
 from .construction import Initial, Material, construct_unit, strategy_for
-from .engine.build import own_modules
-from .engine.flat_param import _FSDP_USE_FULL_PREC_IN_EVAL
-from .engine.places import WRAPPED_MODULE, clean_tensor_name
-from .engine.policy import UnitOptions
-from .engine.precision import BufferPrecision, cast_floating, floating_dtype, move
-from .engine.process_groups import ProcessGroups, resolve_groups
-from .engine.schedule import Schedule
-from .engine.stand_ins import refuse_beside
-from .engine.suitability import check_modules, check_one_device, note_pieces, note_places
-from .engine.unit import Unit
-from .engine.untraced import untraced, untraced_itself
+from .engine.comm.process_groups import ProcessGroups, resolve_groups
+from .engine.init.validation import check_modules, check_one_device, note_pieces, note_places
+from .engine.params.attribute_guard import refuse_attribute_beside_flat_param
+from .engine.params.flat_param import _FSDP_USE_FULL_PREC_IN_EVAL
+from .engine.params.locations import WRAPPED_MODULE, clean_tensor_name, own_modules
+from .engine.runtime.forward import Schedule
+from .engine.runtime.policy import UnitOptions
+from .engine.runtime.precision import BufferPrecision, cast_floating, floating_dtype, move
+from .engine.runtime.unit import Unit
+from .engine.runtime.untraced import untraced, untraced_itself
 from .facts import TrainingState, UnitFacts
 from .forward_method import ForwardMethod
 from .gradient_methods import GradientMethods
-from .state.full_params import summon
-from .state.initialize import check_initializable
-from .state.optim_state_dicts import OptimStateDicts
-from .state.state_dicts import StateDicts
+from .state.model.deferred_init import check_initializable
+from .state.model.methods import StateDicts
+from .state.model.summon import summon
+from .state.optim.methods import OptimStateDicts
 from .uneven import UnevenInputs
 from .wrap import (
     collector_paused,
-    find_misfits,
-    is_misfit,
+    find_norms_needing_full_precision,
     is_unit,
+    needs_full_precision,
     resolve_ignored,
-    warn_of_misfits,
+    warn_of_full_precision,
     wrap_submodules,
 )
 
@@ -107,13 +106,13 @@ class FullyShardedDataParallel(
         self.mixed_precision = adopt(
             mixed_precision or MixedPrecision(), MixedPrecision, "mixed_precision"
         )
-        misfit = not _exempt and is_misfit(module, self.mixed_precision)
-        if misfit:
-            warn_of_misfits({"(root)": module}, self.mixed_precision)
+        norm = not _exempt and needs_full_precision(module, self.mixed_precision)
+        if norm:
+            warn_of_full_precision({"(root)": module}, self.mixed_precision)
             self.mixed_precision = MixedPrecision()
         self.cpu_offload = adopt(cpu_offload or CPUOffload(), CPUOffload, "cpu_offload")
         self._left_to_ancestor = frozenset(_left_to_ancestor)
-        self._exempt = _exempt or misfit
+        self._exempt = _exempt or norm
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
         self._ignored_modules = ignored.modules
         self._ignored_params = ignored.parameters
@@ -147,7 +146,7 @@ class FullyShardedDataParallel(
                 check_initializable(module, below, None, param_init_fn)
                 wrap_submodules(module, auto_wrap_policy, type(self), shared_arguments, ignored)
             elif not _exempt:
-                self._exempt_misfits(module, shared_arguments)
+                self._wrap_norms_in_full_precision(module, shared_arguments)
             initial = Initial(device_id, param_init_fn, sync_module_states)
             self._build(module, groups, options, initial)
         self._keep_mesh(device_mesh, filter(is_unit, module.modules()))
@@ -157,17 +156,19 @@ class FullyShardedDataParallel(
         #: The wrapper that was constructed around this one.
         self._enclosing: weakref.ref[FullyShardedDataParallel] | None = None
 
-    def _exempt_misfits(self, module: nn.Module, arguments: dict[str, Any]) -> None:
+    def _wrap_norms_in_full_precision(self, module: nn.Module, arguments: dict[str, Any]) -> None:
         """Wrap norms on their own that could not run in this unit's precision (see ``wrap``)."""
-        misfits = find_misfits(module, self.mixed_precision, self._ignored_modules)
-        if misfits:
-            named = {misfit.path: misfit.module for misfit in misfits}
-            warn_of_misfits(named, self.mixed_precision)
-        for misfit in misfits:
-            ignored = [p for p in misfit.module.parameters() if p in self._ignored_params]
+        norms = find_norms_needing_full_precision(
+            module, self.mixed_precision, self._ignored_modules
+        )
+        if norms:
+            named = {norm.path: norm.module for norm in norms}
+            warn_of_full_precision(named, self.mixed_precision)
+        for norm in norms:
+            ignored = [p for p in norm.module.parameters() if p in self._ignored_params]
             own = {"mixed_precision": None, "_exempt": True, "ignored_states": ignored}
             left = {"_left_to_ancestor": self._left_to_ancestor}
-            misfit.replace_by(type(self)(misfit.module, **{**arguments, **own, **left}))
+            norm.replace_by(type(self)(norm.module, **{**arguments, **own, **left}))
 
     def _build(
         self,
@@ -207,7 +208,7 @@ class FullyShardedDataParallel(
         if isinstance(value, torch.Tensor) and "_unit" in self.__dict__:
             for handle in self._unit.handles:
                 if not handle.use_orig_params:
-                    refuse_beside(self.module, name, handle.places)
+                    refuse_attribute_beside_flat_param(self.module, name, handle.places)
         super().__setattr__(name, value)
 
     def __getitem__(self, key: Any) -> Any:

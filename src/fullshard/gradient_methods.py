@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .engine.schedule import Schedule
-from .engine.unit import Unit
-from .engine.untraced import untraced
+from .engine.runtime.forward import Schedule
+from .engine.runtime.unit import Unit
+from .engine.runtime.untraced import untraced
 from .grad.clip import clip_grad_norm
 from .grad.hooks import check_fits_some_unit, register
 

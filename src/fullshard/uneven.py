@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from .engine.collectives import Group, group_for
-from .engine.following import Follower
-from .engine.gradient_marks import Since
-from .engine.gradients import IN_BACKWARD
-from .engine.joining import Joining
-from .engine.schedule import Schedule
-from .engine.unit import Unit
+from .engine.comm.collectives import Group, group_for
+from .engine.grads.gradients import IN_BACKWARD
+from .engine.join.following import Follower
+from .engine.join.gradient_marks import Since
+from .engine.join.joining import Joining
+from .engine.runtime.forward import Schedule
+from .engine.runtime.unit import Unit
 
 #: Entries of an optimizer's parameter group that are not options.
 _NOT_OPTIONS = ("params", "param_names")

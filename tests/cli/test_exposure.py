@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
-from fullshard.cli.launch import launch
+from fullshard.cli.launcher.launch import launch
 from fullshard.ports import reserve_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets are found through /proc")
@@ -147,7 +147,9 @@ def wait_for(*files: Path) -> None:
 
 
 @contextlib.contextmanager
-def started(*words: str, module: str = "fullshard.cli.run") -> Iterator[subprocess.Popen[bytes]]:
+def started(
+    *words: str, module: str = "fullshard.cli.launcher.run"
+) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen([sys.executable, "-m", module, *words])
     try:
         yield process

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.cli.launch import launch
+from fullshard.cli.launcher.launch import launch
 
 
 def script(folder: Path, text: str) -> str:

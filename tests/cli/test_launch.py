@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.cli import attempts, early_ends, meeting
-from fullshard.cli.launch import default_ranks, launch, threads_per_rank
+from fullshard.cli.launcher import early_ends, rendezvous, restarts
+from fullshard.cli.launcher.launch import default_ranks, launch, threads_per_rank
 from fullshard.ports import reserve_port
 
 # Programs that do not import torch start within a tenth of a second.
@@ -121,7 +121,7 @@ MAYBE_ANOTHER += ["--rdzv-conf", "last_call_timeout=1"]
 #: A launcher in a process of its own: ranks, launcher options, program.
 START = """
 import sys
-from fullshard.cli.launch import launch
+from fullshard.cli.launcher.launch import launch
 ranks, *options, program = sys.argv[1:]
 sys.exit(launch(int(ranks), options, [program]))
 """
@@ -323,7 +323,15 @@ def test_bad_input_that_ranks_find_is_told_in_one_line_and_tried_once(
 ) -> None:
     monkeypatch.chdir(reports)
     # What ``fullshard train --nodes`` starts: rank 0 finds out, and tells the others.
-    command = ["-m", "fullshard.cli.on_rank", "train", "--device", "cpu", "--data", "nowhere"]
+    command = [
+        "-m",
+        "fullshard.cli.on_rank",
+        "train",
+        "--device",
+        "cpu",
+        "--data",
+        "nowhere",
+    ]
 
     assert launch(2, ["--max-restarts", "3"], command) == 2
 
@@ -347,7 +355,7 @@ def test_nobody_else_is_given_the_port_at_which_ranks_will_meet(
 def test_a_torch_that_chooses_ports_in_another_way_starts_ranks_all_the_same(
     reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "_FREE_PORT", "another_way")
+    monkeypatch.setattr(rendezvous, "_FREE_PORT", "another_way")
 
     assert launch(1, MAYBE_ANOTHER, [script(reports, REPORT)]) == 0
 
@@ -367,7 +375,7 @@ def test_a_torch_whose_agent_is_another_starts_ranks_again_all_the_same(
         "_RANKS": "_pcontext",
     }
     for constant, name in names.items():
-        monkeypatch.setattr(attempts, constant, "_other" if name == missing else name)
+        monkeypatch.setattr(restarts, constant, "_other" if name == missing else name)
 
     assert launch(1, ["--max-restarts", "1"], [script(reports, FAIL_ONCE + REPORT)]) == 0
 
@@ -383,7 +391,7 @@ def test_what_the_launcher_raises_after_it_started_ranks_is_no_bad_input(
     def look(*_: object) -> None:
         raise ValueError("the launcher's own")
 
-    monkeypatch.setattr(attempts.LocalElasticAgent, "_monitor_workers", look)
+    monkeypatch.setattr(restarts.LocalElasticAgent, "_monitor_workers", look)
 
     with pytest.raises(ValueError, match="the launcher's own"):
         launch(1, options, [script(reports, REPORT)])
@@ -432,7 +440,7 @@ time.sleep(100)
     (reports / "slow.py").write_text(importing)
     start = f"""
 import sys
-from fullshard.cli.launch import launch
+from fullshard.cli.launcher.launch import launch
 sys.exit(launch(2, [], sys.argv[1:], before={before}))
 """
     launcher = subprocess.Popen(
@@ -463,7 +471,7 @@ def test_after_ctrl_c_no_thread_of_torchs_launcher_complains(reports: Path) -> N
 import sys, threading, time
 from pathlib import Path
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
-from fullshard.cli.launch import launch
+from fullshard.cli.launcher.launch import launch
 ended = threading.Event()
 def look(reference):
     rendezvous = reference()

@@ -12,15 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fullshard.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from fullshard.cli.activations import record_step
 from fullshard.cli.data import Text
-from fullshard.cli.measure import bytes_of, watch_step
-from fullshard.cli.memory import Event, Facts, Moment, UnitSizes, predict
 from fullshard.cli.options import Options
-from fullshard.cli.prediction import gpt_subject, predict_memory
-from fullshard.cli.scratch import scratch_bytes
-from fullshard.cli.training import build_model, run_step
-from fullshard.engine.policy import UnitOptions, policy_for
+from fullshard.cli.planner.activations import record_step
+from fullshard.cli.planner.measure import bytes_of, watch_step
+from fullshard.cli.planner.memory import Event, Facts, Moment, UnitSizes, predict
+from fullshard.cli.planner.prediction import gpt_subject, predict_memory
+from fullshard.cli.planner.scratch import scratch_bytes
+from fullshard.cli.trainer.training import build_model, run_step
+from fullshard.engine.runtime.policy import UnitOptions, policy_for
 from fullshard.testing import device, run_on_ranks
 
 CPU = torch.device("cpu")

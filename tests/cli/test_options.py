@@ -17,7 +17,7 @@ from fullshard.cli.model import GPT, PRESETS
 from fullshard.cli.option_files import read_values, to_toml
 from fullshard.cli.options import Options, build_options
 from fullshard.cli.problems import BadInput
-from fullshard.cli.rates import learning_rate
+from fullshard.cli.trainer.rates import learning_rate
 from fullshard.cli.words import rounded
 
 

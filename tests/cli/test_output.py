@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import fullshard
-from fullshard.cli.run_folder import RunFolder
+from fullshard.cli.trainer.run_folder import RunFolder
 
 TINY = "--device cpu --layers 1 --heads 1 --width 8 --sequence 16 --batch 4 --ranks 2 --log-every 1"
 STEPS = 12

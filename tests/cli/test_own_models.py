@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 import fullshard
 from fullshard import FullyShardedDataParallel
 from fullshard.cli.main import app
-from fullshard.cli.measure import watch_step
 from fullshard.cli.options import Options
-from fullshard.cli.own_model import own_subject
-from fullshard.cli.prediction import predict_memory
+from fullshard.cli.planner.measure import watch_step
+from fullshard.cli.planner.own_model import own_subject
+from fullshard.cli.planner.prediction import predict_memory
 from fullshard.cli.sharding import wrap_policy
 from fullshard.testing import device, run_on_ranks
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fullshard.cli.device_memory import bytes_of_device
 from fullshard.cli.main import app
+from fullshard.cli.planner.device_memory import bytes_of_device
 from fullshard.cli.problems import BadInput
 
 MODEL = """

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.cli.launcher.run import Invocation, read_invocation, run_program
 from fullshard.cli.problems import BadInput
-from fullshard.cli.run import Invocation, read_invocation, run_program
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ import torch.distributed.run
 
 import fullshard
 from fullshard.cli.main import main
-from fullshard.cli.run_folder import RunFolder
+from fullshard.cli.trainer.run_folder import RunFolder
 from fullshard.ports import reserve_port
 
 if not Path("/proc/self/environ").exists():

@@ -20,14 +20,14 @@ from fullshard import latest
 from fullshard.cli.data import read_text
 from fullshard.cli.model import GPT, next_token_loss
 from fullshard.cli.options import Options
-from fullshard.cli.picture import draw_losses
 from fullshard.cli.problems import BadInput
-from fullshard.cli.rates import learning_rate
-from fullshard.cli.resumption import resumption_in_words
-from fullshard.cli.run_folder import RunFolder
-from fullshard.cli.stopping import StopRequest
-from fullshard.cli.train import Request, nothing_to_do, prepare
-from fullshard.cli.training import materializer, train
+from fullshard.cli.trainer.picture import draw_losses
+from fullshard.cli.trainer.rates import learning_rate
+from fullshard.cli.trainer.resumption import resumption_in_words
+from fullshard.cli.trainer.run_folder import RunFolder
+from fullshard.cli.trainer.stopping import StopRequest
+from fullshard.cli.trainer.train import Request, nothing_to_do, prepare
+from fullshard.cli.trainer.training import materializer, train
 from fullshard.testing import RanksFailed, device, run_on_ranks
 
 OPTIONS = Options(
@@ -237,13 +237,13 @@ def test_a_folder_is_made_by_one_of_two_that_start_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def check_while_another_starts(*_: Any) -> None:
-        monkeypatch.setattr("fullshard.cli.train.check_run", lambda *_: None)
+        monkeypatch.setattr("fullshard.cli.trainer.train.check_run", lambda *_: None)
         other.append(prepare(request, ranks=2)[1])
 
     other: list[RunFolder] = []
     for name in ("same", None):
         request = Request({}, name=name, runs=tmp_path)
-        monkeypatch.setattr("fullshard.cli.train.check_run", check_while_another_starts)
+        monkeypatch.setattr("fullshard.cli.trainer.train.check_run", check_while_another_starts)
         if name is not None:
             with pytest.raises(BadInput, match="is there already"):
                 prepare(request, ranks=2)
@@ -254,7 +254,7 @@ def test_a_folder_is_made_by_one_of_two_that_start_at_once(
 def test_a_link_that_leads_nowhere_is_no_place_for_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fullshard.cli.train.check_run", lambda *_: None)
+    monkeypatch.setattr("fullshard.cli.trainer.train.check_run", lambda *_: None)
     (tmp_path / "runs").symlink_to("/nowhere/at/all")
     with pytest.raises(BadInput, match="cannot be written"):
         prepare(Request({}, runs=tmp_path / "runs"), ranks=2)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import FlatParameter, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fullshard.engine.params import flat_param
 from fullshard.testing import device, ranks
 
 
@@ -132,7 +133,7 @@ def test_units_tell_their_handles_their_hook_and_whether_they_synchronize() -> N
     def hook(state: object, gradient: torch.Tensor, shard: torch.Tensor) -> None: ...
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(fullshard.engine.flat_param._FSDP_USE_FULL_PREC_IN_EVAL, "1")
+        patch.setenv(flat_param._FSDP_USE_FULL_PREC_IN_EVAL, "1")
         model, state = build(), object()
     units = FullyShardedDataParallel.fsdp_modules(model)
 

@@ -17,7 +17,7 @@ Runs = dict[str, Future[None]]
 
 
 def run(program: str, argument: str) -> None:
-    command = [sys.executable, "-m", "fullshard.cli.run", "--ranks", "2"]
+    command = [sys.executable, "-m", "fullshard.cli.launcher.run", "--ranks", "2"]
     finished = subprocess.run(
         [*command, str(PROGRAMS / program), argument],
         capture_output=True,

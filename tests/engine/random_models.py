@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, ShardingStrategy
-from fullshard.engine.autograd import in_backward
+from fullshard.engine.runtime.autograd import in_backward
 from fullshard.testing import device
 from fullshard.wrap import CustomPolicy
 

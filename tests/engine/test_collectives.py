@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from tests.engine.traffic import counted_traffic
 
-from fullshard.engine import collectives
-from fullshard.engine.collectives import group_for
+from fullshard.engine.comm import collectives
+from fullshard.engine.comm.collectives import group_for
 from fullshard.testing import device, ranks
 
 #: Bytes of one rank's piece of each tensor: below and above what gloo may be given in copies.

@@ -11,8 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import ShardingStrategy
-from fullshard.engine.flat_param import FlatParameter, FlatParamHandle, HandleShardingStrategy
-from fullshard.engine.layout import FlatParamShardMetadata, Layout, alignment_elements
+from fullshard.engine.params.flat_param import (
+    FlatParameter,
+    FlatParamHandle,
+    HandleShardingStrategy,
+)
+from fullshard.engine.params.layout import FlatParamShardMetadata, Layout, alignment_elements
 from fullshard.testing import device, ranks
 
 LINEARS = ((7, 3), (5, 7), (5, 5))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.engine.layout import Layout
+from fullshard.engine.params.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tests.engine.memory import watched_memory
 from torch import nn
 
 from fullshard import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
-from fullshard.engine.unit import State
+from fullshard.engine.runtime.unit import State
 from fullshard.testing import device, ranks
 
 #: Widths of a chain of linears: the largest two neighbours are 768 x 1024 and 1024 x 640.

@@ -12,7 +12,7 @@ from tests.engine.parity import adam, train, train_alone
 from torch import nn
 
 from fullshard import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from fullshard.engine.collectives import Group
+from fullshard.engine.comm.collectives import Group
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from fullshard.engine.policy import AfterForward, Policy, UnitOptions, policy_for
+from fullshard.engine.runtime.policy import AfterForward, Policy, UnitOptions, policy_for
 
 HOST, ACCELERATOR = policy_for("cpu"), policy_for("cuda")
 FREEING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)

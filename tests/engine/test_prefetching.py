@@ -15,7 +15,7 @@ from torch import nn
 
 from fullshard import BackwardPrefetch, ShardingStrategy
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.engine.unit import State
+from fullshard.engine.runtime.unit import State
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.engine.residency import Reason, Residency
+from fullshard.engine.runtime.residency import Reason, Residency
 
 EVENTS = {
     "prefetch": (),

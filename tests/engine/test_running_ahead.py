@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fullshard import FullyShardedDataParallel
-from fullshard.engine.device import lines_for
+from fullshard.engine.comm.streams import streams_for
 from fullshard.testing import device
 
 WIDTH, UNITS = 512, 16
@@ -169,7 +169,7 @@ def taken_by_twelve(make: Callable[[int, torch.dtype], torch.Tensor]) -> int:
 
 @on_a_gpu
 def test_shards_take_blocks_that_fit() -> None:
-    taken = taken_by_twelve(lines_for(device()).lasting_zeros)
+    taken = taken_by_twelve(streams_for(device()).lasting_zeros)
     otherwise = taken_by_twelve(
         lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device())
     )

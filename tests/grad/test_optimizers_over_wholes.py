@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy
-from fullshard.engine import optimizers
+from fullshard.engine.init import optimizer_warnings as optimizers
 from fullshard.testing import ranks, run_on_ranks
 
 FULL_SHARD, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD

@@ -28,7 +28,7 @@ from torch import nn
 
 from fullshard import BackwardPrefetch, ShardingStrategy
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.engine.structures import tensors_in
+from fullshard.engine.runtime.pytrees import tensors_in
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 

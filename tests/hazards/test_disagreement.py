@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import RanksDisagreeError, ShardingStrategy
-from fullshard.engine import agreement
+from fullshard.engine.comm import order_check
 from fullshard.testing import device, ranks
 
 SHARDING = pytest.mark.parametrize("strategy", STRATEGIES[:2])
@@ -83,14 +83,14 @@ def step(model: nn.Module, order: str = "012", number: int = 0) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def patience(seconds: float, tell_after: float = agreement.TELL_AFTER) -> Iterator[None]:
+def patience(seconds: float, tell_after: float = order_check.TELL_AFTER) -> Iterator[None]:
     """Let ranks look around sooner: these tests wait for it."""
-    before = agreement.PATIENCE, agreement.TELL_AFTER
-    agreement.PATIENCE, agreement.TELL_AFTER = seconds, tell_after
+    before = order_check.PATIENCE, order_check.TELL_AFTER
+    order_check.PATIENCE, order_check.TELL_AFTER = seconds, tell_after
     try:
         yield
     finally:
-        agreement.PATIENCE, agreement.TELL_AFTER = before
+        order_check.PATIENCE, order_check.TELL_AFTER = before
 
 
 def disagreement(act: Callable[[], Any], seconds: float = 0.4, limit: float = 10.0) -> str:
@@ -209,7 +209,7 @@ def test_a_disagreement_is_told_within_seconds_as_it_is_set_up_by_default() -> N
     model = wrapped("different", ShardingStrategy.FULL_SHARD)
     step(model)
     order = "012" if dist.get_rank() == 0 else "02"
-    disagreement(lambda: step(model, order), seconds=agreement.PATIENCE, limit=10)
+    disagreement(lambda: step(model, order), seconds=order_check.PATIENCE, limit=10)
 
 
 @ranks(2, timeout=40)
@@ -327,15 +327,15 @@ def test_a_rank_slow_between_two_units_backwards_is_waited_for(strategy: Shardin
 
 @ranks(2, timeout=40)
 def test_the_check_can_be_switched_off() -> None:
-    os.environ[agreement.SWITCH] = "0"
+    os.environ[order_check.SWITCH] = "0"
     model = wrapped("equal", ShardingStrategy.FULL_SHARD)
-    assert isinstance(model._unit.shards._agreement, agreement.NoAgreement)
+    assert isinstance(model._unit.shards._agreement, order_check.NoAgreement)
     assert torch.isfinite(step(model)).all()
     assert {p.device for p in model.parameters()} == {device()}
 
 
 def test_ranks_that_are_gone_are_waited_for_as_long_as_the_group_says() -> None:
-    alone = agreement.Agreement(dist.HashStore(), rank=0, world_size=2, timeout=0.5)
+    alone = order_check.Agreement(dist.HashStore(), rank=0, world_size=2, timeout=0.5)
     with (
         patience(0.2),
         pytest.raises(RanksDisagreeError, match=r"1 of 2 have. The others .* or gone"),
@@ -346,7 +346,7 @@ def test_ranks_that_are_gone_are_waited_for_as_long_as_the_group_says() -> None:
 @ranks(2)
 def test_the_groups_timeout_is_known() -> None:
     group = dist.new_group(timeout=timedelta(seconds=40))
-    assert agreement._timeout_of(group) == 40
+    assert order_check._timeout_of(group) == 40
 
 
 @pytest.mark.parametrize("act", ["save", "load"])

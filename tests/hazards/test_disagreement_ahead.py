@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from fullshard import RanksDisagreeError
-from fullshard.engine.agreement import Agreement, Operation, answer_in_background
+from fullshard.engine.comm.order_check import Agreement, Operation, answer_in_background
 from fullshard.testing import ranks
 
 GATHERS = [Operation("gather", f"layers.{index}", 10 + index) for index in range(3)]

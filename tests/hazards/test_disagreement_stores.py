@@ -15,7 +15,7 @@ from tests.hazards.test_disagreement import disagreement, patience
 from torch import nn
 
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.engine.agreement import Agreement
+from fullshard.engine.comm.order_check import Agreement
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from fullshard import BackwardPrefetch, ShardingStrategy
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.engine import gradients
+from fullshard.engine.grads import gradients
 from fullshard.testing import device, ranks
 
 EACH_MODE = pytest.mark.parametrize(("strategy", "use_orig_params"), MODES)

@@ -1,4 +1,4 @@
-"""When an operation is over, no thread of the backend holds a tensor: see ``engine/started.py``."""
+"""When an operation is over, no thread of the backend holds a tensor: see ``pending_work.py``."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.engine import started
-from fullshard.engine.collectives import group_for
-from fullshard.engine.started import Started
+from fullshard.engine.comm import pending_work
+from fullshard.engine.comm.collectives import group_for
+from fullshard.engine.comm.pending_work import PendingWork
 from fullshard.testing import ranks, run_on_ranks
 
 
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
     """Tell what lets go late, on a machine that is busy, from what never does."""
-    before = started._PATIENCE
-    started._PATIENCE = seconds
+    before = pending_work._PATIENCE
+    pending_work._PATIENCE = seconds
     try:
         yield
     finally:
-        started._PATIENCE = before
+        pending_work._PATIENCE = before
 
 
 @ranks(2)
@@ -65,7 +65,7 @@ def test_a_thread_that_still_holds_a_tensor_is_waited_for() -> None:
     thread = threading.Thread(target=release)
     thread.start()
     with patience(20):
-        Started(None, [tensor]).finish()
+        PendingWork(None, [tensor]).finish()
     assert released
     thread.join()
 
@@ -74,7 +74,7 @@ def test_a_tensor_that_is_held_for_good_is_not_waited_for() -> None:
     tensor = torch.rand(4)
     view = tensor.view(2, 2)
     start = time.monotonic()
-    Started(None, [tensor]).finish()
+    PendingWork(None, [tensor]).finish()
     assert time.monotonic() - start < 5
     assert view._base is tensor
 
@@ -106,7 +106,7 @@ def time_every_operation() -> None:
     with patience(2):
         for operation in operations:
             fastest = min(_seconds(operation) for _ in range(5))
-            assert fastest < started._PATIENCE / 2
+            assert fastest < pending_work._PATIENCE / 2
     assert views[0]._base is whole
 
 

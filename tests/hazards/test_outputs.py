@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy
-from fullshard.engine.structures import tensors_in
+from fullshard.engine.runtime.pytrees import tensors_in
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy
-from fullshard.engine import untraced
+from fullshard.engine.runtime import untraced
 from fullshard.testing import ranks
 from fullshard.wrap import ModuleWrapPolicy
 

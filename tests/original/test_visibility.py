@@ -21,7 +21,7 @@ from torch import nn
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy
 from fullshard.api import NO_RESHARD_AFTER_FORWARD_STRATEGIES
-from fullshard.engine.places import clean_tensor_name
+from fullshard.engine.params.locations import clean_tensor_name
 from fullshard.testing import device, ranks
 from fullshard.wrap import always_wrap_policy
 

@@ -24,7 +24,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import MixedPrecision, ShardingStrategy
-from fullshard.engine.flat_param import _FSDP_SKIP_WRITEBACK_CHECK, _FSDP_USE_FULL_PREC_IN_EVAL
+from fullshard.engine.params.flat_param import (
+    _FSDP_SKIP_WRITEBACK_CHECK,
+    _FSDP_USE_FULL_PREC_IN_EVAL,
+)
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 

@@ -17,9 +17,9 @@ from torch import nn
 
 import fullshard
 from fullshard import CheckpointError, ShardingStrategy
+from fullshard.state.checkpoint.checksummed import read_sealed, write_sealed
 from fullshard.state.checkpoint.content import Targets
-from fullshard.state.checkpoint.sealed import read_sealed, write_sealed
-from fullshard.state.sharded_tensors import is_sharded
+from fullshard.state.model.sharded_tensors import is_sharded
 from fullshard.testing import device, ranks
 
 FULL_SHARD = ShardingStrategy.FULL_SHARD

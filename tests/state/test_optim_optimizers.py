@@ -28,7 +28,7 @@ from torch import nn, optim
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import OptimStateKeyType, ShardingStrategy
-from fullshard.state.optim_facts import equal
+from fullshard.state.optim.consensus import equal
 from fullshard.testing import device, ranks
 
 BEFORE = range(2)

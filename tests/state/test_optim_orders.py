@@ -29,7 +29,7 @@ from torch import nn
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import OptimStateKeyType, ShardingStrategy
-from fullshard.state.optim_template import optim_state_template
+from fullshard.state.optim.template import optim_state_template
 from fullshard.testing import ranks
 from fullshard.wrap import ModuleWrapPolicy
 

@@ -10,7 +10,7 @@ try:
 except ModuleNotFoundError as missing:
     raise SystemExit(
         "The fullshard command needs typer: pip install 'fullshard[cli]'. Without it, "
-        "`python -m fullshard.cli.run` is `fullshard run`."
+        "`python -m fullshard.cli.launcher.run` is `fullshard run`."
     ) from missing
 
 from fullshard.cli.command_line import call, show_help_or_version
@@ -50,7 +50,7 @@ def run(
     fullshard in the place of torch.distributed.fsdp's wrapper. All options of torchrun are
     accepted, also those for several machines (--nnodes, --rdzv-endpoint, --max-restarts, ...).
     """
-    from fullshard.cli.run import run_program
+    from fullshard.cli.launcher.run import run_program
 
     raise typer.Exit(run_program(arguments))
 
@@ -89,7 +89,7 @@ def train(
 
     Writes options, metrics, a loss curve, checkpoints and a sample into the run's folder.
     """
-    from fullshard.cli.train import Request, run_training
+    from fullshard.cli.trainer.train import Request, run_training
 
     raise typer.Exit(
         run_training(Request(values, config, name, runs, resume, max_restarts, nodes, rendezvous))
@@ -121,7 +121,7 @@ def plan(
 
     The exit status is 3 if the model does not fit --device-memory, and 0 if it does.
     """
-    from fullshard.cli.plan import plan as show_plan
+    from fullshard.cli.planner.plan import plan as show_plan
 
     raise typer.Exit(show_plan(values, device_memory, vocabulary))
 

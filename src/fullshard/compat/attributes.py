@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import _common_utils
 
 from fullshard import FullyShardedDataParallel
-from fullshard.engine.flat_param import FlatParamHandle
-from fullshard.engine.layout import Piece
+from fullshard.engine.params.flat_param import FlatParamHandle
+from fullshard.engine.params.layout import Piece
 from fullshard.facts import UnitFacts
 from fullshard.fsdp import UnshardHandle
 from fullshard.grad.hooks import make_hook, register

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import _flat_param
 
-from fullshard.engine.flat_param import FlatParamHandle
-from fullshard.engine.layout import Piece, contiguous_in_memory
+from fullshard.engine.params.flat_param import FlatParamHandle
+from fullshard.engine.params.layout import Piece, contiguous_in_memory
 
 __all__ = ["ATTRIBUTES", "PIECE_ATTRIBUTES", "modules_of", "offsets_of"]
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import _common_utils
 
 from fullshard.api import ShardingStrategy
-from fullshard.engine.flat_param import FlatParamHandle
-from fullshard.engine.layout import alignment_elements
+from fullshard.engine.params.flat_param import FlatParamHandle
+from fullshard.engine.params.layout import alignment_elements
 
 from .flat_parameter import modules_of, offsets_of
 

@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 import fullshard
 from fullshard import FlatParameter, FullyShardedDataParallel
 from fullshard.api import ShardingStrategy
-from fullshard.engine.flat_param import FlatParamHandle
-from fullshard.engine.places import clean_tensor_name
-from fullshard.engine.process_groups import groups_by_node
-from fullshard.state.model_state import FLAT_NAME
+from fullshard.engine.comm.process_groups import groups_by_node
+from fullshard.engine.params.flat_param import FlatParamHandle
+from fullshard.engine.params.locations import clean_tensor_name
+from fullshard.state.model.state_hooks import FLAT_NAME
 
 _names_in_torch = torch.distributed.checkpoint.state_dict._get_fqns
 _register_in_torch = torch.distributed.fsdp.register_fsdp_forward_method

@@ -1,1 +1,1 @@
-"""The engine: flat layout, units, schedule and collectives. Nothing here knows the wrapper."""
+"""The engine: shards parameters, runs units, reduces gradients. Nothing here knows the wrapper."""

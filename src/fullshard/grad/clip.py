@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from ..engine.collectives import Group
-from ..engine.flat_param import FlatParamHandle
-from ..engine.schedule import Schedule
-from ..engine.tensor_parallel import Distribution, is_distributed, local_part
-from ..engine.unit import Unit
+from ..engine.comm.collectives import Group
+from ..engine.params.flat_param import FlatParamHandle
+from ..engine.params.tensor_parallel import Distribution, is_distributed, local_part
+from ..engine.runtime.forward import Schedule
+from ..engine.runtime.unit import Unit
 
 #: This rank's parts of gradients, by the groups of ranks that have the other parts. A gradient
 #: that is sharded and tensor-parallel has other parts in two groups, a whole one in none.

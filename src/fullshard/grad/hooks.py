@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from ..engine.collectives import group_for
-from ..engine.comm_hook import CommHook
-from ..engine.schedule import Schedule
-from ..engine.unit import Unit
+from ..engine.comm.collectives import group_for
+from ..engine.grads.comm_hook import CommHook
+from ..engine.runtime.forward import Schedule
+from ..engine.runtime.unit import Unit
 
 Hook = Callable[..., Any]
 

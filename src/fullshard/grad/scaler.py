@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..engine.collectives import as_real, group_for
+from ..engine.comm.collectives import as_real, group_for
 
 #: How the ranks' agreement names what the scaler does.
 _NAME = "gradient scaler"

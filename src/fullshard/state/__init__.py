@@ -1,1 +1,1 @@
-"""Full parameters on demand, and how parameters come into being."""
+"""What users save and load: full parameters, state dicts of models and optimizers, checkpoints."""

@@ -6,6 +6,11 @@ the wrapper class or the engine. ``torch.distributed.fsdp.wrap`` has the same na
 """
 
 from fullshard.wrap.apply import apply_plan, collector_paused, wrap_submodules
+from fullshard.wrap.batch_norm import (
+    find_norms_needing_full_precision,
+    needs_full_precision,
+    warn_of_full_precision,
+)
 from fullshard.wrap.describe import describe
 from fullshard.wrap.description import Description, UnitDescription
 from fullshard.wrap.frozen import (
@@ -16,7 +21,7 @@ from fullshard.wrap.frozen import (
 from fullshard.wrap.ignored import Ignored, resolve_ignored
 from fullshard.wrap.manual import enable_wrap, wrap
 from fullshard.wrap.marker import is_unit
-from fullshard.wrap.plan import Decision, Place, Plan, decide
+from fullshard.wrap.plan import Attribute, Decision, Plan, decide
 from fullshard.wrap.policies import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -28,15 +33,14 @@ from fullshard.wrap.policies import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from fullshard.wrap.statistics import find_misfits, is_misfit, warn_of_misfits
 
 __all__ = [
+    "Attribute",
     "CustomPolicy",
     "Decision",
     "Description",
     "Ignored",
     "ModuleWrapPolicy",
-    "Place",
     "Plan",
     "UnitDescription",
     "_Policy",
@@ -51,14 +55,14 @@ __all__ = [
     "decide",
     "describe",
     "enable_wrap",
-    "find_misfits",
-    "is_misfit",
+    "find_norms_needing_full_precision",
     "is_unit",
     "lambda_auto_wrap_policy",
+    "needs_full_precision",
     "resolve_ignored",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
-    "warn_of_misfits",
+    "warn_of_full_precision",
     "wrap",
     "wrap_submodules",
 ]

@@ -68,7 +68,7 @@ def _totals(units: Sequence[UnitDescription], ignored: int, world_size: int) -> 
     elements = sum(unit.elements for unit in units)
     kept = sum(unit.shard_bytes for unit in units)
     largest = max(units, key=lambda unit: unit.gathered_bytes)
-    lines = [
+    streams = [
         f"{_managing(len(units))} {elements:,} parameters "
         f"({size_text(sum(unit.bytes for unit in units))}); "
         f"each of {world_size:,} ranks keeps {size_text(kept)} of them.",
@@ -76,10 +76,10 @@ def _totals(units: Sequence[UnitDescription], ignored: int, world_size: int) -> 
     ]
     frozen = sum(unit.frozen_elements for unit in units)
     if frozen:
-        lines.append(f"{frozen:,} of the parameters are frozen.")
+        streams.append(f"{frozen:,} of the parameters are frozen.")
     if ignored:
-        lines.append(f"{ignored:,} parameters are ignored: every rank keeps them whole.")
-    return lines
+        streams.append(f"{ignored:,} parameters are ignored: every rank keeps them whole.")
+    return streams
 
 
 def _managing(units: int) -> str:

@@ -18,7 +18,7 @@ from fullshard.wrap.ignored import NOTHING_IGNORED, Ignored, resolve_ignored
 from fullshard.wrap.marker import is_unit
 from fullshard.wrap.selection import Policy, Selection, Sizes, policy_name, select
 
-__all__ = ["Decision", "Place", "Plan", "decide"]
+__all__ = ["Attribute", "Decision", "Plan", "decide"]
 
 _CLASSES_NAMED_AT_MOST = 12
 
@@ -27,7 +27,7 @@ _NOT_INHERITED = ("auto_wrap_policy", "ignored_modules", "ignored_states", "modu
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class Attribute:
     """Where a module is registered: ``parent._modules[name]``."""
 
     parent: nn.Module
@@ -48,7 +48,7 @@ class Decision:
     path: str
     module: nn.Module = field(repr=False)
     arguments: Mapping[str, Any]
-    places: tuple[Place, ...] = field(repr=False)
+    places: tuple[Attribute, ...] = field(repr=False)
     managed: tuple[nn.Parameter, ...] = field(repr=False)
     managed_names: tuple[str, ...]
     left_to_ancestor: frozenset[nn.Parameter] = field(repr=False)
@@ -71,12 +71,12 @@ class Plan:
     graph: ModuleGraph = field(repr=False)
 
     def __str__(self) -> str:
-        lines = [
+        streams = [
             f"{decision.path or '(root)'}: {type(decision.module).__name__}, "
             f"{len(decision.managed)} parameters"
             for decision in (*self.decisions, self.root)
         ]
-        return "\n".join(lines)
+        return "\n".join(streams)
 
 
 def decide(
@@ -194,7 +194,7 @@ def _decision(
         path=graph.path(index),
         module=graph.modules[index],
         arguments={k: v for k, v in arguments.items() if k not in _NOT_INHERITED},
-        places=tuple(Place(graph.modules[e.parent], e.name) for e in graph.incoming[index]),
+        places=tuple(Attribute(graph.modules[e.parent], e.name) for e in graph.incoming[index]),
         managed=tuple(node.parameter for node in nodes),
         managed_names=tuple(graph.parameter_path(node) for node in nodes),
         left_to_ancestor=assignment.left_to_ancestor[index],

@@ -88,7 +88,7 @@ class _Tree:
             return []
         return [(name, child) for name, child in module._modules.items() if child is not None]
 
-    def lines(self) -> Iterator[_Line]:
+    def streams(self) -> Iterator[_Line]:
         root = self._graph.modules[0]
         shown = {0}
         stack = [("", "", 1, _Entry("", "", 1, root, 0, repeated=False))]
@@ -212,11 +212,11 @@ def _same_list(entry: _Entry, name: str) -> bool:
 
 def render_tree(plan: Plan, units: Mapping[str, UnitDescription]) -> str:
     """Return the tree of ``plan``'s modules; ``units`` are its units by path."""
-    lines = list(_Tree(plan, units).lines())
+    streams = list(_Tree(plan, units).streams())
     headings = _Line(_HEADINGS[0], _HEADINGS[1:], "")
-    label_width = max(len(line.label) for line in (headings, *lines))
+    label_width = max(len(line.label) for line in (headings, *streams))
     widths = [
-        max(len(line.columns[column]) for line in (headings, *lines))
+        max(len(line.columns[column]) for line in (headings, *streams))
         for column in range(len(headings.columns))
     ]
     return "\n".join(
@@ -227,5 +227,5 @@ def render_tree(plan: Plan, units: Mapping[str, UnitDescription]) -> str:
                 line.note,
             ]
         ).rstrip()
-        for line in (headings, *lines)
+        for line in (headings, *streams)
     )

@@ -19,13 +19,13 @@ from ...api import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from ...engine.places import clean_tensor_name
+from ...engine.params.locations import clean_tensor_name
 from ...wrap import is_unit
-from ..optim_conversion import check_fits
-from ..optim_parameters import parameter_groups_of
-from ..optim_state_dicts import OptimStateDicts
-from ..sharded_tensors import empty_like, is_sharded, shape_of
-from ..state_dicts import StateDicts
+from ..model.methods import StateDicts
+from ..model.sharded_tensors import empty_like, is_sharded, shape_of
+from ..optim.conversion import check_fits
+from ..optim.methods import OptimStateDicts
+from ..optim.params import parameter_groups_of
 from .errors import CheckpointError
 from .manifest import Manifest, Table
 from .plain import entries

@@ -22,6 +22,7 @@ import shutil
 import warnings
 from pathlib import Path
 
+from .checksummed import read_sealed, write_sealed
 from .errors import CheckpointError
 from .inspection import looks_whole
 from .names import (
@@ -34,7 +35,6 @@ from .names import (
     step_and_turn,
 )
 from .schema import Malformed, index_from
-from .sealed import read_sealed, write_sealed
 
 # -- saving ---------------------------------------------------------------------------------------
 

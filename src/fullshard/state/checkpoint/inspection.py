@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .checksummed import read_sealed
 from .errors import CheckpointError, DamagedCheckpoint
 from .manifest import Manifest
 from .names import MANIFEST, step_and_turn
 from .regular_files import size_of
 from .schema import Malformed, bytes_needed, manifest_from
-from .sealed import read_sealed
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

@@ -25,13 +25,13 @@ from .content import (
     sharded_state,
 )
 from .errors import CheckpointError, DamagedCheckpoint
+from .group import CheckpointGroup, explain
 from .inspection import check_data_files, read_manifest
 from .manifest import Manifest
 from .names import MANIFEST
 from .plain import put_together
 from .saving import wait_for_running_save
 from .storage import Reader
-from .together import Ranks, explain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ class _Loading:
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         wait_for_running_save()
         agree_to("load a checkpoint", model)
-        self.ranks = Ranks()
+        self.ranks = CheckpointGroup()
         self._model = model
         self._optimizers = optimizers_in(optimizer)
 
@@ -233,7 +233,7 @@ def _check_optimizers(
         )
 
 
-def _read(reader: Reader, ranks: Ranks, tensors: dict[str, Any]) -> None:
+def _read(reader: Reader, ranks: CheckpointGroup, tensors: dict[str, Any]) -> None:
     try:
         with ranks.checkpointing():
             dcp.load(

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from .checksummed import write_sealed
 from .names import MANIFEST
 from .plain import dtype_name
-from .sealed import write_sealed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..sharded_tensors import is_sharded
+from ..model.sharded_tensors import is_sharded
 
 Tensors = dict[str, Any]
 

@@ -15,15 +15,15 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ...engine.tensor_parallel import is_distributed, local_part
-from ..sharded_tensors import is_sharded
+from ...engine.params.tensor_parallel import is_distributed, local_part
+from ..model.sharded_tensors import is_sharded
 from . import folder as folders
 from .content import agree_to, state_of
 from .errors import CheckpointError
+from .group import CheckpointGroup, explain
 from .manifest import Manifest, Table, write_manifest
 from .plain import Tensors, take_apart
 from .storage import Writer
-from .together import Ranks, explain
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -123,7 +123,7 @@ def save(
     if previous is not None:
         previous.wait()
     agree_to("save a checkpoint", model)
-    ranks = Ranks()
+    ranks = CheckpointGroup()
     tensors: Tensors = {}
 
     def collect() -> Any:
@@ -163,7 +163,11 @@ def _checked(extra: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _write(
-    partial: Path, ranks: Ranks, manifest: Manifest, tensors: Tensors, keep_last: int | None
+    partial: Path,
+    ranks: CheckpointGroup,
+    manifest: Manifest,
+    tensors: Tensors,
+    keep_last: int | None,
 ) -> Path:
     final = folders.final_place(partial)
 

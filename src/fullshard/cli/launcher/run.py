@@ -1,0 +1,126 @@
+"""``fullshard run``: a program written for torch's wrapper, on ranks that have ours instead."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from torch.distributed.run import get_args_parser
+
+from ..problems import BadInput
+from .launch import launch
+
+__all__ = ["Invocation", "read_invocation", "run_program"]
+
+INSTALL = "fullshard.compat:install"
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """A command line of ``fullshard run``, taken apart."""
+
+    ranks: int | None
+    launcher_options: tuple[str, ...]
+    command: tuple[str, ...]
+
+
+def run_program(arguments: Sequence[str]) -> int:
+    """Run what a command line after ``fullshard run`` asks for; returns the exit status."""
+    invocation = read_invocation(arguments)
+    _check_program(invocation.command)
+    return launch(
+        invocation.ranks, invocation.launcher_options, invocation.command, before=[INSTALL]
+    )
+
+
+def read_invocation(arguments: Sequence[str]) -> Invocation:
+    """Tell our options, torchrun's and the program's own apart.
+
+    torchrun's parser decides where the program begins, so that its options mean what they mean
+    there.
+
+    >>> read_invocation(["--ranks", "4", "--max-restarts", "1", "train.py", "--ranks", "7"])
+    Invocation(ranks=4, launcher_options=('--max-restarts', '1'), \
+command=('train.py', '--ranks', '7'))
+    """
+    torchrun = get_args_parser()
+    torchrun.prog = "fullshard run"
+    torchrun.error = _refuse  # type: ignore[method-assign]
+    torchrun.add_argument("--ranks", type=int, help="Number of ranks on this machine.")
+    torchrun.set_defaults(nproc_per_node=None)
+    parsed = torchrun.parse_args(list(arguments))
+    if parsed.no_python or parsed.run_path:
+        raise BadInput(
+            "--no-python and --run-path are not taken, because fullshard has to be installed in "
+            "the program's own Python process; give a script or -m and a module"
+        )
+    if parsed.ranks is not None and parsed.ranks < 1:
+        raise BadInput(f"--ranks expects 1 or more, but got {parsed.ranks}")
+    if None not in (parsed.ranks, parsed.nproc_per_node) and (
+        str(parsed.ranks) != parsed.nproc_per_node
+    ):
+        raise BadInput(
+            f"--ranks {parsed.ranks} and --nproc-per-node {parsed.nproc_per_node} both say how "
+            "many ranks this machine has, and not the same; give one of them"
+        )
+    begin = _begin_of_program(torchrun, arguments)
+    # Takes abbreviations, as torchrun's does, which has refused those that could be another option.
+    ours = argparse.ArgumentParser(add_help=False)
+    ours.error = _refuse  # type: ignore[method-assign]
+    ours.add_argument("--ranks", type=int)
+    ours.add_argument("-m", "--module", action="store_true")
+    _, launcher_options = ours.parse_known_args([w for w in arguments[:begin] if w != "--"])
+    program = tuple(arguments[begin:])
+    return Invocation(
+        ranks=parsed.ranks,
+        launcher_options=tuple(launcher_options),
+        command=("-m", *program) if parsed.module else program,
+    )
+
+
+def _check_program(command: Sequence[str]) -> None:
+    """Refuse what no rank could run."""
+    script, *others = command
+    if script == "-m":
+        if not others or not others[0]:
+            raise BadInput(
+                "-m expects the name of a module behind it, such as package.train, but got "
+                + (repr(others[0]) if others else "none")
+            )
+    elif not script or not Path(script).exists():
+        raise BadInput(f"run expects a script or -m and a module, but there is no {script!r}")
+    elif Path(script).is_dir() and not any(Path(script).glob("__main__.py*")):
+        raise BadInput(
+            f"run expects a script or -m and a module, but {script!r} is a folder without a "
+            "__main__.py"
+        )
+
+
+def _begin_of_program(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
+    """Where the program stands: with it, and not before it, the command line is one.
+
+    The arguments that ``parser`` finds for the program do not tell: argparse drops a ``--`` that is
+    the first of them.
+    """
+    for end in range(1, len(arguments)):
+        with contextlib.suppress(BadInput):
+            parser.parse_args(list(arguments[:end]))
+            return end - 1
+    return len(arguments) - 1
+
+
+def _refuse(message: str) -> NoReturn:
+    raise BadInput(f"{message}; see fullshard run --help")
+
+
+if __name__ == "__main__":  # the command where typer is not installed
+    try:
+        sys.exit(run_program(sys.argv[1:]))
+    except BadInput as problem:
+        print(f"fullshard: {problem}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,1 @@
+"""``fullshard plan``: the memory that training would take, without allocating it."""

@@ -1,0 +1,226 @@
+"""What the bare model's own tensors take during a step, found by running it without memory.
+
+The model is on the meta device: operations compute shapes only. Every storage that an operation
+returns is counted from then until nobody holds it, so saved tensors, temporary ones, gradients and
+what activation checkpointing computes again are counted as they come and go.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fullshard.engine.runtime.pytrees import list_tensors
+
+from .memory import Event, Moment
+from .scratch import scratch_bytes
+from .usual_values import UsualValues
+
+__all__ = ["record_step"]
+
+
+def record_step(
+    model: nn.Module,
+    unit_paths: Sequence[str],
+    loss: Callable[[], torch.Tensor],
+    device: torch.device,
+) -> list[Moment]:
+    """Run ``loss`` and its backward; return what happens to the units, with memory beside it.
+
+    ``model`` is on the meta device, in the dtype it will compute in; ``unit_paths`` are the modules
+    that will become units, the root ("") among them. ``device`` is where it will compute.
+    """
+    recorder = _Recorder([p.untyped_storage() for p in model.parameters()], device)
+    handles = _watch_units(model, unit_paths, recorder)
+    try:
+        with recorder, _AttentionOf(device), UsualValues():
+            value = loss()
+            _backward(value)
+            del value
+        recorder.mark(Event.END, "")
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.zero_grad(set_to_none=True)
+    return recorder.moments()
+
+
+class _Recorder(TorchDispatchMode):
+    """Counts bytes that are alive, and remembers them at every mark and their peak between."""
+
+    def __init__(self, parameters: Sequence[torch.UntypedStorage], device: torch.device) -> None:
+        super().__init__()
+        self._has_scratch = device.type == "cuda"
+        # Parameters are the engine's to count; held here, so that no other takes their address.
+        self._parameters = list(parameters)
+        self._sizes = {storage._cdata: 0 for storage in parameters}
+        self._gradients: set[int] = set()
+        self.tensors = self.gradients = 0
+        self._marks: list[tuple[Event, str, int, int]] = []
+        self._peaks: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf.untyped_storage())
+        if self._peaks:
+            scratch = scratch_bytes(function, args) if self._has_scratch else 0
+            now = (self.tensors + scratch, self.gradients)
+            self._peaks[-1] = max(self._peaks[-1], now, key=sum)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._sizes:
+            self._sizes[storage._cdata] = storage.nbytes()
+            self.tensors += storage.nbytes()
+            weakref.finalize(storage, self._forget, storage._cdata)
+
+    def _forget(self, key: int) -> None:
+        size = self._sizes.pop(key)
+        if key in self._gradients:
+            self._gradients.discard(key)
+            self.gradients -= size
+        else:
+            self.tensors -= size
+
+    def count_as_gradient(self, gradient: torch.Tensor) -> None:
+        """From now on ``gradient`` is no activation but a parameter's gradient."""
+        key = gradient.untyped_storage()._cdata
+        if key in self._sizes and key not in self._gradients:
+            self._gradients.add(key)
+            self.tensors -= self._sizes[key]
+            self.gradients += self._sizes[key]
+
+    def mark(self, event: Event, unit: str) -> None:
+        self._marks.append((event, unit, self.tensors, self.gradients))
+        self._peaks.append((self.tensors, self.gradients))
+
+    def restart_peak(self) -> None:
+        """What was freed at the last mark is gone until the next."""
+        self._peaks[-1] = (self.tensors, self.gradients)
+
+    def moments(self) -> list[Moment]:
+        return [Moment(*at, *peak) for at, peak in zip(self._marks, self._peaks, strict=True)]
+
+
+def _watch_units(model: nn.Module, paths: Sequence[str], recorder: _Recorder) -> list[Any]:
+    """Have the recorder told of every event; returns what ends that."""
+    modules = {path: model.get_submodule(path) for path in paths}
+    path_of_parameter: dict[nn.Parameter, str] = {}
+    # Longer paths lie deeper: a parameter is its innermost unit's.
+    for path in sorted(paths, key=len):
+        for parameter in modules[path].parameters():
+            path_of_parameter[parameter] = path
+    handles: list[Any] = []
+    for path, module in modules.items():
+        own = [p for p, o in path_of_parameter.items() if o == path and p.requires_grad]
+        handles += _watch_module(path, module, recorder)
+        handles += _watch_gradients(path, own, recorder)
+    return handles
+
+
+def _watch_module(path: str, module: nn.Module, recorder: _Recorder) -> list[Any]:
+    def before(*_: Any) -> None:
+        if not _in_backward():
+            recorder.mark(Event.FORWARD, path)
+
+    def after(module: nn.Module, inputs: Any, output: Any) -> None:
+        if _in_backward():
+            return
+        recorder.mark(Event.FORWARD_END, path)
+        reached: list[bool] = []
+
+        def backward(_: torch.Tensor) -> None:
+            if not reached:
+                reached.append(True)
+                recorder.mark(Event.BACKWARD, path)
+
+        for tensor in list_tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(backward)
+
+    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+
+def _watch_gradients(path: str, own: Sequence[nn.Parameter], recorder: _Recorder) -> list[Any]:
+    def arrived(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        recorder.count_as_gradient(parameter.grad)
+        if all(p.grad is not None for p in own):
+            recorder.mark(Event.GRADIENTS, path)
+            for other in own:
+                other.grad = None
+            recorder.restart_peak()
+
+    return [p.register_post_accumulate_grad_hook(arrived) for p in own]
+
+
+def _backward(value: torch.Tensor) -> None:
+    """``value.backward()``, which itself would leave the modes before it begins."""
+    torch.autograd.graph._engine_run_backward(
+        (value,),
+        (torch.ones_like(value),),
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class _AttentionOf(TorchFunctionMode):
+    """Attention by the kernel that ``device`` uses; the meta device's own keeps all scores."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is nn.functional.scaled_dot_product_attention:
+            return _attention(self._device.type, *args, **kwargs)
+        return function(*args, **kwargs)
+
+
+def _attention(
+    device: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    operations = torch.ops.aten
+    # What has no kernel of its own is computed operation by operation, on devices too.
+    fits_kernels = query.dim() == 4 and query.shape[-3] == key.shape[-3]
+    if attn_mask is not None or dropout_p or not fits_kernels:
+        return nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, **options
+        )
+    if device == "cpu":
+        return operations._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal
+        )[0]
+    if query.dtype is torch.float32:
+        return operations._scaled_dot_product_efficient_attention(
+            query, key, value, None, True, 0.0, is_causal
+        )[0]
+    return operations._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[0]

@@ -1,0 +1,58 @@
+"""How much memory a device has: by its name, or as a size with a unit."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+from ..problems import BadInput
+
+__all__ = ["DEVICES", "bytes_of_device"]
+
+_GIB = 1024**3
+
+#: What devices have, as their makers say.
+DEVICES = {
+    "a10": 24 * _GIB,
+    "a100-40g": 40 * _GIB,
+    "a100-80g": 80 * _GIB,
+    "b200": 180 * _GIB,
+    "h100": 80 * _GIB,
+    "h200": 141 * _GIB,
+    "l4": 24 * _GIB,
+    "l40s": 48 * _GIB,
+    "mi300x": 192 * _GIB,
+    "rtx4090": 24 * _GIB,
+    "t4": 16 * _GIB,
+    "v100": 32 * _GIB,
+}
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|(b))", re.ASCII | re.IGNORECASE)
+
+
+def bytes_of_device(text: str) -> int:
+    """A device by its name, or a size such as 80GiB. A number without a unit is refused.
+
+    >>> bytes_of_device("24 GiB") == bytes_of_device("l4")
+    True
+    """
+    given = text.strip()
+    if given.lower() in DEVICES:
+        return DEVICES[given.lower()]
+    if re.fullmatch(r"\d+(\.\d+)?", given, re.ASCII):
+        raise BadInput(
+            f"device-memory expects a size with a unit, but got {text!r}; write {given}GiB for "
+            "gibibytes, or another of GiB, GB, MiB, MB"
+        )
+    found = _SIZE.fullmatch(given)
+    if not found:
+        raise BadInput(
+            "device-memory expects a size with a unit, such as 80GiB, or one of "
+            f"{', '.join(DEVICES)}, but got {text!r}"
+        )
+    number, unit, binary, _ = found.groups()
+    power = " kmgt".index((unit or " ").lower())
+    size = int(Decimal(number) * (1024 if binary else 1000) ** power)
+    if not size:
+        raise BadInput(f"device-memory expects more than nothing, but got {text!r}")
+    return size

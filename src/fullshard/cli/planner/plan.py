@@ -1,0 +1,156 @@
+"""``fullshard plan``: the memory that training would take, as a table, on a machine without any."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fullshard.wrap.description import Description
+from fullshard.wrap.render import size_text
+
+from ..checks import check_batch, check_size
+from ..model import VOCABULARY
+from ..options import COMMAND_LINE, Options, build_options
+from ..problems import BadInput
+from ..words import counted
+from .device_memory import bytes_of_device
+from .memory import Prediction
+from .own_model import own_subject, repeated_class, step_told
+from .prediction import gpt_subject, predict_memory
+
+__all__ = ["DOES_NOT_FIT", "plan"]
+
+#: The exit status where the device has not enough memory, for scripts.
+DOES_NOT_FIT = 3
+#: What is left for tensors: contexts, libraries and gaps between allocations take the rest.
+_USABLE = 0.9
+
+
+def plan(
+    values: Mapping[str, Any], device_memory: str | None = None, vocabulary: int | None = None
+) -> int:
+    """Print the table, and whether it fits; returns the exit status, 3 where it does not."""
+    limit = bytes_of_device(device_memory) if device_memory is not None else None
+    model = values.get("model", "")
+    is_own = ":" in model
+    known = {name: value for name, value in values.items() if name != "model" or not is_own}
+    options = build_options(known, COMMAND_LINE)
+    ranks = options.ranks or torch.cuda.device_count() or 2
+    check_batch(options, ranks)
+    if is_own:
+        _refuse_sizes(model, values, vocabulary)
+        subject = own_subject(model)
+    else:
+        check_size(options)
+        vocabulary = checked_vocabulary(vocabulary)
+        subject = gpt_subject(options, vocabulary)
+    chooses_wrap = is_own and "wrap" not in values
+    if chooses_wrap:
+        options = dataclasses.replace(options, wrap=repeated_class(subject.model) or "none")
+    device = torch.device(_device_kind(options, device_memory))
+    with step_told(model) if is_own else contextlib.nullcontext():
+        units, predicted = predict_memory(subject, options, ranks, device)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(_heading(options, ranks, device, units, vocabulary))
+    if chooses_wrap:
+        console.print(_chosen_wrap(options.wrap))
+    console.print(_table(predicted))
+    console.print(f"The peak is {predicted.when}.")
+    if predicted.host:
+        console.print(f"Host memory: {size_text(predicted.host)} per rank.")
+    if limit is None:
+        return 0
+    console.print(_verdict(predicted.total, limit, str(device_memory)))
+    return 0 if predicted.total <= limit else DOES_NOT_FIT
+
+
+def checked_vocabulary(given: int | None) -> int:
+    """The number of tokens that a preset knows; bytes, where none was given."""
+    if given is None:
+        return VOCABULARY
+    if not 1 <= given < 2**31:
+        raise BadInput(f"vocabulary expects 1 or more tokens, less than 2**31, but got {given}")
+    return given
+
+
+def _refuse_sizes(model: str, values: Mapping[str, Any], vocabulary: int | None) -> None:
+    """Refuse what changes a preset: a model of the user's own has its own sizes."""
+    given = [name for name in ("layers", "heads", "width") if values.get(name)]
+    given += ["vocabulary"] if vocabulary is not None else []
+    if given:
+        raise BadInput(
+            f"--{given[0]} changes a preset, but {model!r} is a model of your own; leave "
+            f"--{given[0]} out, and set it in your function"
+        )
+
+
+def _device_kind(options: Options, device_memory: str | None) -> str:
+    """Where a device is named, a GPU is meant."""
+    if options.device != "auto":
+        return options.device
+    return "cuda" if device_memory or torch.cuda.is_available() else "cpu"
+
+
+def _heading(
+    options: Options,
+    ranks: int,
+    device: torch.device,
+    units: Description,
+    vocabulary: int | None,
+) -> str:
+    extras = [
+        *(["offload"] if options.offload else []),
+        *(["activation checkpointing"] if options.checkpoint_activations else []),
+    ]
+    tokens = f" (vocabulary {vocabulary:,})" if vocabulary is not None else ""
+    return (
+        f"{units.model_class} of {counted(units.elements, 'parameter')}{tokens} in "
+        f"{counted(len(units.units), 'unit')}, on {counted(ranks, 'rank')} ({device.type}): "
+        + ", ".join([options.strategy, options.precision, *extras])
+        + f"; {options.batch} x {options.sequence} tokens per step"
+        + (f" in {options.accumulate} passes" if options.accumulate > 1 else "")
+    )
+
+
+def _chosen_wrap(wrap: str) -> str:
+    chosen = "nothing is repeated, so it is one unit" if wrap == "none" else f"a unit is a {wrap}"
+    return f"Without --wrap, {chosen}; others: --wrap CLASS,CLASS or --wrap size=N or --wrap none."
+
+
+_ROWS = {
+    "shards": "parameter shards",
+    "gradients": "gradient shards",
+    "optimizer": "optimizer state",
+    "full_parameters": "unsharded parameters",
+    "whole_gradients": "unreduced gradients",
+    "activations": "activations",
+}
+
+
+def _table(predicted: Prediction) -> Table:
+    table = Table(show_footer=True)
+    table.add_column("memory per rank", footer="total")
+    table.add_column("at the peak", footer=size_text(predicted.total), justify="right")
+    table.add_column("share", footer="100 %", justify="right")
+    table.add_column("at most", justify="right")
+    for name, row in _ROWS.items():
+        size, largest = getattr(predicted.peak, name), getattr(predicted.at_most, name)
+        part = f"{100 * size / predicted.total:.0f} %"
+        table.add_row(row, size_text(size), part, size_text(largest))
+    return table
+
+
+def _verdict(total: int, limit: int, name: str) -> str:
+    usable = int(limit * _USABLE)
+    compared = f"{size_text(total)} of {size_text(limit)} ({100 * total / limit:.0f} %)"
+    if total <= usable:
+        return f"Fits {name}: {compared}."
+    if total <= limit:
+        return f"Barely fits {name}: {compared}; libraries and fragmentation take about a tenth."
+    return f"Does not fit {name}: {compared}."

@@ -1,0 +1,1 @@
+"""``fullshard train``: a small GPT, trained on every rank."""

@@ -1,0 +1,270 @@
+"""What a run says and writes down while it goes on. Rank 0 speaks; other ranks are silent.
+
+In a terminal there is a live bar, elsewhere there are plain lines.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from fullshard.wrap.description import Description
+from fullshard.wrap.render import size_text
+
+from ..data import Text
+from ..options import Options
+from ..output import Output
+from ..planner.memory import Parts, Prediction
+from ..words import counted
+from .picture import draw_losses
+from .run_folder import RunFolder
+from .tensorboard import TensorBoard
+
+__all__ = ["Progress", "Reporter", "reporter_for"]
+
+
+#: The loss at the end is a mean over so many steps: a single batch's jumps up and down.
+_AVERAGED = 20
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A step that was just made. ``memory`` is the most that a rank took, once measured."""
+
+    step: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    seconds: float
+    memory: int | None
+
+
+class Reporter:
+    """Says nothing: what ranks other than 0 have."""
+
+    def introduce(
+        self,
+        text: Text,
+        ranks: int,
+        resumption: Mapping[str, str],
+        units: Description,
+        predicted: Prediction,
+    ) -> None:
+        """Say what is about to happen."""
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass
+
+    def step(self, progress: Progress) -> None:
+        """A step was made."""
+
+    def saved(self, step: int) -> None:
+        """A checkpoint is whole."""
+
+    def stopped(self, step: int) -> None:
+        """The run leaves before its last step."""
+
+    def finish(self, sample: str) -> None:
+        """The run is complete."""
+
+
+def reporter_for(rank: int, options: Options, folder: RunFolder) -> Reporter:
+    """A bar where somebody looks, lines where somebody reads later."""
+    if rank != 0:
+        return Reporter()
+    output = Output()
+    # A dumb terminal cannot draw a line again: there would be no bar until the end.
+    if output.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown"):
+        from .live_bar import BarReporter
+
+        return BarReporter(options, folder, output)
+    return LineReporter(options, folder, output)
+
+
+class LineReporter(Reporter):
+    """Writes metrics into the run's folder and a line for each to the output."""
+
+    def __init__(self, options: Options, folder: RunFolder, output: Output) -> None:
+        self.options = options
+        self.folder = folder
+        self.output = output
+        self.predicted: Prediction | None = None
+        self._tensorboard = TensorBoard(folder.tensorboard)
+        self._seconds: float | None = None
+        self._started = time.perf_counter()
+        self._steps_here = 0
+        self._losses: list[float] = []
+
+    # -- before -----------------------------------------------------------------------------------
+
+    def introduce(
+        self,
+        text: Text,
+        ranks: int,
+        resumption: Mapping[str, str],
+        units: Description,
+        predicted: Prediction,
+    ) -> None:
+        self.predicted = predicted
+        rows = {
+            **_in_words(self.options, ranks, units),
+            "memory": f"{size_text(predicted.total)} per rank predicted",
+            "": "\n".ljust(11).join(_parts_in_words(predicted.peak)),
+            "data": text.description,
+            "folder": str(self.folder.path),
+            **resumption,
+        }
+        self.write("\n".join(f"{name:9} {value}" for name, value in rows.items()) + "\n")
+
+    # -- during -----------------------------------------------------------------------------------
+
+    def step(self, progress: Progress) -> None:
+        self._steps_here += 1
+        self._losses.append(progress.loss)
+        self._smooth(progress.seconds)
+        if self._is_logged(progress.step):
+            self.log(progress)
+
+    def log(self, progress: Progress) -> None:
+        """Keep the metrics, and print them."""
+        self._record(progress)
+        self.write(
+            f"step {progress.step:>{len(str(self.options.steps))}}/{self.options.steps}"
+            f"  loss {progress.loss:.3f}  norm {progress.gradient_norm:.2f}"
+            f"  {self.tokens_per_second:,.0f} tokens/s  memory {self.memory_text(progress)}"
+            f"  left {duration_text(self.seconds_left(progress.step))}"
+        )
+
+    def saved(self, step: int) -> None:
+        self.write(f"saved step {step} in {self.folder.checkpoints}")
+
+    def _is_logged(self, step: int) -> bool:
+        return step % self.options.log_every == 0 or step in (1, self.options.steps)
+
+    def _record(self, progress: Progress) -> None:
+        metrics = {
+            "step": progress.step,
+            "loss": progress.loss,
+            "gradient_norm": progress.gradient_norm,
+            "learning_rate": progress.learning_rate,
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "memory_bytes": progress.memory,
+            "memory_bytes_predicted": self.predicted.total if self.predicted else None,
+        }
+        self.folder.append_metrics(metrics)
+        self._tensorboard.add(metrics, progress.step)
+
+    def _smooth(self, seconds: float) -> None:
+        # The first steps make what is made once, and one of them is measured: they are slower.
+        if self._seconds is None or self._steps_here <= 4:
+            self._seconds = seconds
+        else:
+            self._seconds = 0.9 * self._seconds + 0.1 * seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all ranks, smoothed over the last steps."""
+        return self.options.batch * self.options.sequence / (self._seconds or 1.0)
+
+    def seconds_left(self, step: int) -> float:
+        """Until the last step."""
+        return (self.options.steps - step) * (self._seconds or 0.0)
+
+    def memory_text(self, progress: Progress) -> str:
+        """What was measured beside what was predicted."""
+        predicted = size_text(self.predicted.total) if self.predicted else "?"
+        measured = "-" if progress.memory is None else size_text(progress.memory)
+        return f"{measured} (predicted {predicted})"
+
+    # -- after ------------------------------------------------------------------------------------
+
+    def stopped(self, step: int) -> None:
+        self._close()
+        self.write(
+            f"Stopped after step {step}; it is saved. Continue with: "
+            f"fullshard train --resume {shlex.join(self.folder.flags)}"
+        )
+
+    def finish(self, sample: str) -> None:
+        self.folder.sample.write_text(sample, encoding="utf-8")
+        undrawn = self._close()
+        elapsed = duration_text(time.perf_counter() - self._started)
+        if self._losses:
+            first, last = self._first_loss(), self._losses[-_AVERAGED:]
+            mean = sum(last) / len(last)
+            steps = counted(len(last), "step").removeprefix("1 ")
+            self.write(f"\nloss      {first:.3f} at first, {mean:.3f} over the last {steps}")
+        self.write(f"time      {elapsed}")
+        self.write(f"picture   {f'none: {undrawn}' if undrawn else self.folder.picture}")
+        self.write(f"metrics   {self.folder.metrics}")
+        self.write("sample")
+        self.write("\n".join(f"  {line}" for line in _printable(sample).split("\n")))
+
+    def _close(self) -> str:
+        """Draw the picture; returns why there is none, if there is none."""
+        self._tensorboard.close()
+        return draw_losses(self.folder.read_metrics(), self.folder.picture)
+
+    def _first_loss(self) -> float:
+        """The loss of the first step, or of the first of which something is known."""
+        known = [metrics["loss"] for metrics in self.folder.read_metrics() if "loss" in metrics]
+        return float(next(iter([*known, *self._losses])))
+
+    def write(self, text: str) -> None:
+        """To the output, at once: it may be a file that somebody follows."""
+        print(text, file=self.output, flush=True)
+
+
+def _in_words(options: Options, ranks: int, units: Description) -> dict[str, str]:
+    """What will be trained, and how."""
+    size = options.size()
+    largest = max(unit.gathered_bytes for unit in units.units)
+    device = "GPU" if options.device != "cpu" and torch.cuda.is_available() else "CPU"
+    how = [options.strategy, options.precision]
+    how += ["offload"] if options.offload else []
+    how += ["activation checkpointing"] if options.checkpoint_activations else []
+    passes = f", {options.accumulate} backward passes each" if options.accumulate > 1 else ""
+    return {
+        "model": f"GPT of {units.elements:,} parameters: {counted(size.layers, 'layer')}, "
+        f"{counted(size.heads, 'head')}, width {size.width}",
+        "units": f"{len(units.units)}, the largest takes {size_text(largest)} unsharded",
+        "ranks": f"{ranks} ({device}), {', '.join(how)}",
+        "steps": f"{options.steps:,} of {options.batch} x {options.sequence} tokens{passes}",
+    }
+
+
+def _parts_in_words(predicted: Parts) -> list[str]:
+    """Two lines, each short enough for any terminal."""
+    gradients = predicted.gradients + predicted.whole_gradients
+    return [
+        f"shards {size_text(predicted.shards)}, gradients {size_text(gradients)}, "
+        f"optimizer {size_text(predicted.optimizer)},",
+        f"unsharded parameters {size_text(predicted.full_parameters)}, "
+        f"activations {size_text(predicted.activations)}",
+    ]
+
+
+def _printable(text: str) -> str:
+    """A model writes any byte; terminals obey some of them."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def duration_text(seconds: float) -> str:
+    """Hours only where there are some: 1:02:03, 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

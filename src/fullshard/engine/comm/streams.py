@@ -1,0 +1,300 @@
+"""What one kind of device has and another lacks: streams and events.
+
+The engine speaks of three lines of work: *compute* (the user's current stream), *gather* and
+*reduce*. On a CPU they are one and the same and nearly everything here is a no-op.
+
+Note: memory and streams
+    Full buffers are allocated on the gather line. When compute is done with one, its block may
+    serve the next gather, which must then wait for that compute. With prefetching that is fine:
+    gather(u+1) is given out before compute(u) and waits for compute(u-1). Without, it is given
+    out after compute(u); were u's block handed out at once, it would wait for compute(u) and
+    nothing would overlap. So there a block is given back one unit late: gather(u+1) writes where
+    unit u-1 was. Either way two blocks serve all units, the host never blocks, and when it runs
+    ahead it asks for no more: that is what ``limit_all_gathers`` promises. Without the limit the
+    allocator holds a block back until compute has passed it, and no gather waits.
+
+    Reduce buffers are allocated on the compute line and freed there, after compute has waited for
+    the reduce that read them; but the first of a backward is left to the allocator as soon as it is
+    being reduced, because the activations of nearly all units are still there. A reduce that is one
+    collective has a line of its own in the backend (NCCL's stream); the reduce line here is for
+    those that consist of several steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+#: Bytes up to which an accelerator's allocator splits its blocks as asked.
+_SPLIT_FREELY = 2**20
+#: The part of a block that stays that may go to waste.
+_LITTLE = 64
+#: Blocks that are looked at to find a better one.
+_OFFERS = 16
+
+
+class Releasable(Protocol):
+    """A buffer that can give its memory back."""
+
+    @property
+    def flat(self) -> torch.Tensor: ...
+
+    def release(self) -> None: ...
+
+
+class HostStreams:
+    """One line of work: everything happens in the order it is written down."""
+
+    #: Whether work handed to a line may still be running when the call returns.
+    runs_ahead = False
+    _nothing = contextlib.nullcontext()
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cpu":
+            _teach_allocator()
+
+    def __reduce__(self) -> Any:
+        """Copies of what uses the lines of a device use the same ones."""
+        return streams_for, (self._device,)
+
+    def on_gather(self) -> contextlib.AbstractContextManager[Any]:
+        """Work inside the context goes to the gather line."""
+        return self._nothing
+
+    def on_reduce(self) -> contextlib.AbstractContextManager[Any]:
+        """Work inside the context goes to the reduce line."""
+        return self._nothing
+
+    def gather_may_write(self) -> None:
+        """Order the gather line behind the compute that last used the memory it will get."""
+
+    def gather_after_compute(self) -> None:
+        """Order the gather line behind everything compute has been given (an optimizer step)."""
+
+    def compute_after_gather(self) -> None:
+        """Order compute behind everything the gather line has been given."""
+
+    def reduce_after_compute(self) -> None:
+        """Order the reduce line behind everything compute has been given."""
+
+    def compute_after_reduces(self) -> None:
+        """Order compute behind everything the reduce line has been given."""
+
+    def release_after_reduces(self, buffer: Releasable) -> None:
+        """Release what the reduce line reads, for whoever asks for memory when it has."""
+        buffer.release()
+
+    def host_after_gathers(self) -> None:
+        """Block the host until the gather line is empty (parameters that rest on the host)."""
+
+    def rest_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` in host memory, from where the device can fetch it while it computes."""
+        return tensor.to("cpu")
+
+    def copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory that the current line fills; the host must wait for it."""
+        return tensor.to("cpu")
+
+    def host_after_reduces(self) -> None:
+        """Block the host until the reduce line is empty (gradients that rest on the host)."""
+
+    def lasting_zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for what stays through all of a training, filled with zeros."""
+        return torch.zeros(numel, dtype=dtype, device=self._device)
+
+    def give_back(self, buffers: Sequence[Releasable], late: bool, limited: bool) -> None:
+        """Release one unit's buffers as soon as compute is done with them."""
+        for buffer in buffers:
+            buffer.release()
+
+    def take_again(self, buffers: Sequence[Releasable]) -> None:
+        """Cancel a release that is still owed, because the buffers are about to be refilled."""
+
+    def settle(self) -> None:
+        """Carry out every release that is still owed."""
+
+
+class AcceleratorStreams(HostStreams):
+    """Three streams of one accelerator, ordered by events."""
+
+    runs_ahead = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        module = torch.get_device_module(device)
+        self._current_stream: Callable[[torch.device], Any] = module.current_stream
+        self._current_number = _stream_number(device)
+        self._known: tuple[int | None, Any] = (None, None)
+        # High priority: communication should start the moment its input is ready.
+        self._gather = module.Stream(device, priority=-1)
+        self._reduce = module.Stream(device, priority=-1)
+        #: What tells how much memory is in use; None where torch does not know.
+        self._stats: Any = getattr(module, "memory_stats_as_nested_dict", None)
+        self._owed: tuple[Sequence[Releasable], Any] | None = None
+        self._reusable_after: Any = None
+        # Events are used again, which takes half as long as new ones: what was made to wait for one
+        # waits for what it said then. One is enough for lines that are ordered at once; what a
+        # gather will wait for later may have to be kept beside what it waits for now.
+        self._event = module.Event()
+        self._kept_events = [module.Event(), module.Event()]
+
+    def on_gather(self) -> contextlib.AbstractContextManager[Any]:
+        return self._gather
+
+    def on_reduce(self) -> contextlib.AbstractContextManager[Any]:
+        return self._reduce
+
+    def _compute(self) -> Any:
+        """The user's current stream. To ask for its number costs a tenth of asking for it."""
+        number = self._current_number()
+        known, stream = self._known
+        if number is None or number != known:
+            stream = self._current_stream(self._device)
+            self._known = (number, stream)
+        return stream
+
+    def _order(self, behind: Any, ahead: Any) -> None:
+        """Let ``behind`` wait for what ``ahead`` has been given so far."""
+        self._event.record(ahead)
+        self._event.wait(behind)
+
+    def gather_may_write(self) -> None:
+        if self._reusable_after is not None:
+            self._reusable_after.wait(self._gather)
+            self._reusable_after = None
+
+    def gather_after_compute(self) -> None:
+        self._order(self._gather, self._compute())
+
+    def compute_after_gather(self) -> None:
+        self._order(self._compute(), self._gather)
+
+    def reduce_after_compute(self) -> None:
+        self._order(self._reduce, self._compute())
+
+    def compute_after_reduces(self) -> None:
+        self._order(self._compute(), self._reduce)
+
+    def release_after_reduces(self, buffer: Releasable) -> None:
+        buffer.flat.record_stream(self._reduce)
+        buffer.release()
+
+    def host_after_gathers(self) -> None:
+        self._gather.synchronize()
+
+    def rest_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("cpu").pin_memory()
+
+    def copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def host_after_reduces(self) -> None:
+        self._reduce.synchronize()
+
+    def lasting_zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Likewise, in a block that fits.
+
+        The allocator takes the smallest freed block that is large enough, and splits nothing below
+        a mebibyte off it: a shard of three may keep four. So it is asked for another one while the
+        first is held, as long as it has freed ones.
+        """
+        wanted = numel * dtype.itemsize
+        if wanted <= _SPLIT_FREELY or self._stats is None:
+            return super().lasting_zeros(numel, dtype)
+        offers: list[tuple[int, torch.Tensor]] = []
+        allocated, reserved = self._memory()
+        for _ in range(_OFFERS):
+            try:
+                offer = torch.empty(numel, dtype=dtype, device=self._device)
+            except torch.OutOfMemoryError:
+                if not offers:
+                    raise
+                break
+            before, had = allocated, reserved
+            allocated, reserved = self._memory()
+            excess = allocated - before - wanted
+            offers.append((excess, offer))
+            if excess <= wanted // _LITTLE or reserved > had:
+                break
+        return min(offers, key=operator.itemgetter(0))[1].zero_()
+
+    def _memory(self) -> tuple[int, int]:
+        """Bytes that are allocated, and that are reserved to allocate from."""
+        stats = self._stats(self._device)
+        kinds = ("allocated_bytes", "reserved_bytes")
+        allocated, reserved = (stats[kind]["all"]["current"] for kind in kinds)
+        return allocated, reserved
+
+    def give_back(self, buffers: Sequence[Releasable], late: bool, limited: bool) -> None:
+        compute = self._compute()
+        if not limited:
+            for buffer in buffers:
+                buffer.flat.record_stream(compute)
+                buffer.release()
+            return
+        self.settle()
+        one, other = self._kept_events
+        event = other if self._reusable_after is one else one
+        event.record(compute)
+        if late:
+            self._owed = (buffers, event)
+        else:
+            self._release(buffers, event)
+
+    def take_again(self, buffers: Sequence[Releasable]) -> None:
+        if self._owed is not None and self._owed[0] and self._owed[0][0] in buffers:
+            self._reusable_after = self._owed[1]
+            self._owed = None
+
+    def settle(self) -> None:
+        if self._owed is not None:
+            owed, self._owed = self._owed, None
+            self._release(*owed)
+
+    def _release(self, buffers: Sequence[Releasable], after: Any) -> None:
+        self._reusable_after = after
+        for buffer in buffers:
+            buffer.release()
+
+
+def _stream_number(device: torch.device) -> Callable[[], int | None]:
+    """What tells the number of the current stream, or None where torch has no way to ask."""
+    ask = getattr(torch._C, f"_{device.type}_getCurrentRawStream", None)
+    if ask is None or device.index is None:
+        return lambda: None
+    return functools.partial(ask, device.index)
+
+
+#: A little less than the largest block that glibc learns from.
+_LESSON = 2**25 - 2**13
+
+
+@functools.cache
+def _teach_allocator() -> None:
+    """Have the host's allocator keep freed blocks for those who ask next.
+
+    glibc asks the system for every large block, and gives it back when it is freed; to map and
+    clear the pages anew is a twentieth of a step in which full parameters and gradients come and
+    go. It serves blocks from memory that it keeps, twice as much at most, once it has seen one of
+    that size freed. Programs that free large tensors have shown it; here it is shown at the start.
+    """
+    torch.empty(_LESSON, dtype=torch.uint8, device="cpu")
+
+
+_streams: dict[torch.device, HostStreams] = {}
+
+
+def streams_for(device: torch.device) -> HostStreams:
+    """The lines of ``device``; all units on a device share them."""
+    streams = _streams.get(device)
+    if streams is None:
+        on_host = device.type in ("cpu", "meta")
+        streams = _streams[device] = HostStreams(device) if on_host else AcceleratorStreams(device)
+    return streams

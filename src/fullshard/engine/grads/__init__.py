@@ -1,0 +1,1 @@
+"""From full gradients to gradient shards: reduce inputs, reduced results, unused parameters."""

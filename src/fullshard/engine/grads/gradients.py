@@ -1,0 +1,372 @@
+"""From a group's full gradients to the gradients that the user's optimizer sees.
+
+Note: absent gradients
+    A parameter that no rank used has no gradient, and an optimizer must not step it; one that
+    some rank used has one on every rank. A rank marks the place of a parameter it did not use
+    with negative zeros; a rank that used it makes sure that the first element of each rank's
+    piece is none, by adding zero to it. The sum of a piece stays all negative zero only if every
+    rank left the parameter out, and only a rank that did so has to look.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..comm.collectives import Group, as_real
+from ..comm.streams import streams_for
+from ..params.buffers import ReduceBuffer
+from ..params.flat_param import FlatParamHandle, check_shape
+
+Gradients = Sequence[torch.Tensor | None]
+
+#: Where torch's ``_apply_optimizer_in_backward`` keeps a parameter's optimizers.
+IN_BACKWARD = "_in_backward_optimizers"
+
+
+class ReduceInput(NamedTuple):
+    """A group's full gradients in one buffer, ready to be reduced."""
+
+    handle: FlatParamHandle
+    flat: torch.Tensor
+    absent: list[int]
+
+    def release(self) -> None:
+        if self.handle.is_sharded:
+            self.handle.reduce_buffer(self.flat.dtype).release()
+
+
+class UnreducedGradients(NamedTuple):
+    """A group's full gradients, of which no other rank has a part."""
+
+    handle: FlatParamHandle
+    gradients: Gradients
+
+    def deliver(self) -> None:
+        """Put them on the parameters that the optimizer holds."""
+        handle = self.handle
+        dtype = handle.dtypes.reduce if handle.keep_low_precision_grads else handle.dtypes.shard
+        pairs = zip(handle.params, self.gradients, strict=True)
+        given = [(parameter, g) for parameter, g in pairs if g is not None]
+        # Copies: autograd may hand the same tensor, or one element for all, to others as well.
+        if len(given) == len(handle.params):
+            # In one block: to cut it takes the host less than to ask for one each.
+            numel = handle.layout.padded_numel
+            flat = torch.empty(numel, dtype=dtype, device=handle.device)
+            copies = [copy for _, copy in handle.cut(flat)]
+        else:
+            copies = [torch.empty_like(p, dtype=dtype, device=g.device) for p, g in given]
+        _copy(copies, [gradient for _, gradient in given])
+        found = [(parameter, copy) for (parameter, _), copy in zip(given, copies, strict=True)]
+        if handle.offload:
+            streams = streams_for(handle.device)
+            found = [(parameter, streams.copy_to_host(gradient)) for parameter, gradient in found]
+        _add(handle, found)
+
+    def release(self) -> None:
+        """Nothing but the gradients themselves is held."""
+
+
+class Average(NamedTuple):
+    """How gradients become the mean over all ranks.
+
+    The backend does it (``in_collective``), or they are divided before and after they are summed.
+    """
+
+    shards: Group
+    copies: Group | None
+    before: float
+    after: float
+    in_collective: bool
+
+    @classmethod
+    def over(cls, shards: Group, copies: Group | None, dtype: torch.dtype) -> Average:
+        ranks = shards.size * (copies.size if copies else 1)
+        before = 1.0
+        if dtype is torch.float16:
+            # Half of the range's exponent on either side of the sum: neither end overflows.
+            while ranks % (before * 2) == 0 and before * before < ranks:
+                before *= 2
+        in_collective = before == 1.0 and all(g.averages for g in (shards, copies) if g)
+        after = 1.0 if in_collective else ranks / before
+        return cls(shards, copies, before, after, in_collective)
+
+
+def stage(handle: FlatParamHandle, gradients: Gradients) -> ReduceInput:
+    """Copy the gradients into a reduce buffer, casting on the way."""
+    dtype = handle.dtypes.reduce
+    buffer: ReduceBuffer | None = None
+    if handle.is_sharded:
+        buffer = handle.reduce_buffer(dtype)
+        buffer.allocate()
+        flat, places = buffer.alias, buffer.places
+        if not handle.use_orig_params and buffer.gaps:
+            torch._foreach_zero_(buffer.gaps)
+    else:
+        flat = torch.empty(handle.layout.padded_numel, dtype=dtype, device=handle.device)
+        places = [flat.as_strided(s.shape, s.stride, s.offset) for s in handle.layout.slots]
+        if not handle.use_orig_params:
+            for start, end in handle.layout.gaps():
+                flat[start:end].zero_()
+    present = [gradient for gradient in gradients if gradient is not None]
+    pattern: tuple[bool, ...] | None = None
+    absent: list[int] = []
+    if len(present) < len(gradients):
+        pattern = tuple(gradient is not None for gradient in gradients)
+        absent = [index for index, is_there in enumerate(pattern) if not is_there]
+        for index in absent:
+            as_real(places[index]).fill_(-0.0)
+        places = [p for p, g in zip(places, gradients, strict=True) if g is not None]
+        trainable = handle.trainable
+        absent = [index for index in absent if trainable[index]]
+    _copy(places, present)
+    if handle.use_orig_params and present:
+        # All by a grid, which takes no memory of the device; on a host indices are faster.
+        by_grid = pattern is None and flat.device.type != "cpu"
+        if not (by_grid and buffer is not None and buffer.mark_all()):
+            handle.presence.mark(flat, pattern)
+    return ReduceInput(handle, flat, absent)
+
+
+def _copy(places: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+    if not gradients:
+        return
+    try:
+        torch._foreach_copy_(places, gradients)
+    except RuntimeError:
+        if not any(gradient.is_sparse for gradient in gradients):
+            raise
+        # Embeddings may make sparse ones. Asking each gradient first would cost every step.
+        dense = [g.to_dense() if g.is_sparse else g for g in gradients]
+        torch._foreach_copy_(places, dense)
+
+
+class Reducing(NamedTuple):
+    """Staged gradients that are being summed over the ranks that share the shards."""
+
+    staged: ReduceInput
+    average: Average
+    unit: str
+    sum: torch.Tensor
+    await_sum: Callable[[], None]
+
+    def finish(self) -> torch.Tensor:
+        """The mean over all ranks: this rank's shard of it, or all of it."""
+        self.await_sum()
+        if self.average.copies is not None:
+            mean = self.average.in_collective
+            self.average.copies.all_reduce(self.sum, self.unit, mean=mean)
+        if self.average.after != 1.0:
+            self.sum.div_(self.average.after)
+        return self.sum
+
+
+def start_reduce(staged: ReduceInput, average: Average, unit: str) -> Reducing:
+    """Begin to reduce staged gradients."""
+    handle, flat, mean = staged.handle, staged.flat, average.in_collective
+    if average.before != 1.0:
+        flat.div_(average.before)
+    if handle.is_sharded:
+        total = flat.new_empty(handle.layout.shard_numel)
+        await_sum = average.shards.start_reduce_scatter(total, flat, unit, mean)
+    else:
+        total = flat
+        await_sum = average.shards.start_all_reduce(flat, unit, mean=mean)
+    return Reducing(staged, average, unit, total, await_sum)
+
+
+class PossiblyUnused(NamedTuple):
+    """A reduced gradient that is all negative zero if no rank used the parameter."""
+
+    handle: FlatParamHandle
+    slot: int
+    gradient: torch.Tensor
+
+
+def deliver(
+    handle: FlatParamHandle, reduced: torch.Tensor, absent: Sequence[int]
+) -> list[PossiblyUnused]:
+    """Put reduced gradients on the parameters that the optimizer holds.
+
+    Returns the gradients of which this rank cannot tell whether any rank has them.
+    """
+    if reduced.dtype is not handle.dtypes.shard and not handle.keep_low_precision_grads:
+        reduced = reduced.to(handle.dtypes.shard)
+    if handle.offload:
+        reduced = streams_for(handle.device).copy_to_host(reduced)
+    if not handle.use_orig_params:
+        _add(handle, [(handle.flat_param, reduced)])
+        return []
+    cut = handle.cut(reduced)
+    if not absent:
+        _add(handle, [(handle.params[i], piece) for i, piece in cut])
+        return []
+    missing = set(absent)
+    _add(handle, [(handle.params[i], piece) for i, piece in cut if i not in missing])
+    return [PossiblyUnused(handle, i, piece) for i, piece in cut if i in missing]
+
+
+def settle(undecided: Sequence[PossiblyUnused]) -> None:
+    """Deliver those gradients that some rank has; the others stay as they are."""
+    if not undecided:
+        return
+    parts = [as_real(maybe.gradient) for maybe in undecided]
+    absent = torch.stack([(part.signbit() & (part == 0)).all() for part in parts])
+    answers = zip(undecided, absent.tolist(), strict=True)
+    accept([maybe for maybe, is_absent in answers if not is_absent])
+
+
+def accept(found: Sequence[PossiblyUnused]) -> None:
+    """Put gradients on their parameters that some rank turned out to have."""
+    for handle, slot, gradient in found:
+        _add(handle, [(handle.params[slot], gradient)])
+
+
+def _add(handle: FlatParamHandle, pairs: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    old: list[torch.Tensor] = []
+    new: list[torch.Tensor] = []
+    handle.received.extend(map(operator.itemgetter(0), pairs))
+    for parameter, gradient in pairs:
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            set_gradient(parameter, gradient)
+        else:
+            if parameter.grad.shape != gradient.shape:
+                check_shape("gradient", handle.where(parameter), gradient, parameter.grad)
+            old.append(parameter.grad)
+            new.append(gradient)
+    if old:
+        if handle.offload:
+            # The host adds, and what it adds is still on its way from the device.
+            streams_for(handle.device).host_after_reduces()
+        torch._foreach_add_(old, new)
+
+
+def set_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """``parameter.grad = gradient``, also where shape, dtype or device are not the parameter's own.
+
+    Whole gradients beside sharded or offloaded parameters (``no_sync``) and low-precision
+    gradients are such cases; torch compares them with the parameter's data at the moment of
+    assignment only.
+    """
+    try:
+        # To compare first would take longer than all the rest, for every parameter of a step.
+        parameter.grad = gradient
+    except RuntimeError:
+        data = parameter.data
+        parameter.data = gradient
+        parameter.grad = gradient
+        parameter.data = data
+
+
+def run_hooks(handle: FlatParamHandle) -> None:
+    """Call what the user registered to run when a parameter's gradient is complete.
+
+    A gradient that is left from an earlier backward was complete then.
+    """
+    received, handle.received = handle.received, []
+    hooks = operator.attrgetter("_post_accumulate_grad_hooks")
+    if any(map(hooks, handle.watched)):
+        for parameter in dict.fromkeys(received):
+            if parameter.grad is not None and parameter.requires_grad:
+                for hook in list((hooks(parameter) or {}).values()):
+                    hook(parameter)
+    attributes = map(vars, handle.watched)
+    if any(map(operator.contains, attributes, itertools.repeat(IN_BACKWARD))):
+        _step_in_backward(handle)
+
+
+def _step_in_backward(handle: FlatParamHandle) -> None:
+    """Do what torch's ``_apply_optimizer_in_backward`` has autograd do for a bare parameter.
+
+    Its hooks hang on autograd nodes that no backward reaches here.
+    """
+    for parameter in handle.watched:
+        if parameter.grad is not None and hasattr(parameter, IN_BACKWARD):
+            for optimizer in getattr(parameter, IN_BACKWARD):
+                optimizer.step()
+            parameter.grad = None
+
+
+# -- gradients that stay local (no_sync) --------------------------------------------------------
+
+
+def keep_local(handle: FlatParamHandle, gradients: Gradients) -> None:
+    """Add unreduced gradients, whole and in compute precision, to those the user sees."""
+    if not handle.local_gradients:
+        _make_whole(handle)
+        handle.local_gradients = True
+    if not handle.use_orig_params:
+        gradients = [_flatten(handle, gradients)]
+    for parameter, gradient in zip(handle.watched, gradients, strict=True):
+        if gradient is None:
+            continue
+        if parameter.grad is None:
+            # A copy: autograd may hand the same tensor to somebody else as well.
+            set_gradient(parameter, gradient.to_dense() if gradient.is_sparse else gradient.clone())
+        else:
+            parameter.grad.add_(gradient)
+
+
+def take_local(handle: FlatParamHandle, gradients: Gradients) -> Gradients:
+    """``gradients`` plus those kept locally before, which the user sees no longer."""
+    if not handle.local_gradients:
+        return gradients
+    handle.local_gradients = False
+    kept = [p.grad if p.requires_grad else None for p in handle.watched]
+    for parameter in handle.watched:
+        if parameter.requires_grad:
+            parameter.grad = None
+    if not handle.use_orig_params:
+        flat = kept[0]
+        if flat is None:
+            return gradients
+        kept = [flat.as_strided(s.shape, s.stride, s.offset) for s in handle.layout.slots]
+    return [_sum(old, new) for old, new in zip(kept, gradients, strict=True)]
+
+
+def _sum(old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:
+    if old is None or new is None:
+        return new if old is None else old
+    return old.add_(new)
+
+
+def _flatten(handle: FlatParamHandle, gradients: Gradients) -> torch.Tensor:
+    flat = torch.zeros(handle.layout.numel, dtype=handle.dtypes.compute, device=handle.device)
+    slots = [s for s, g in zip(handle.layout.slots, gradients, strict=True) if g is not None]
+    places = [flat.as_strided(s.shape, s.stride, s.offset) for s in slots]
+    _copy(places, [gradient for gradient in gradients if gradient is not None])
+    return flat
+
+
+def _make_whole(handle: FlatParamHandle) -> None:
+    """Turn reduced gradients that are there already into whole ones that reduce to the same.
+
+    A rank's shard, times the number of ranks that will be averaged over, stands in its own place
+    and zeros elsewhere: the mean over the ranks gives every shard back.
+    """
+    layout, dtype = handle.layout, handle.dtypes.compute
+    for index, parameter in enumerate(handle.watched):
+        if parameter.grad is None or not parameter.requires_grad:
+            continue
+        reduced = parameter.grad.to(handle.device, dtype)
+        if not handle.is_sharded:
+            whole = reduced.clone()
+        elif handle.use_orig_params:
+            slot, piece = layout.slots[index], handle.pieces[index]
+            flat = torch.zeros(slot.numel, dtype=dtype, device=handle.device)
+            flat[piece.start : piece.start + piece.numel] = reduced * layout.world_size
+            whole = flat.as_strided(slot.shape, slot.stride)
+        else:
+            whole = torch.zeros(layout.padded_numel, dtype=dtype, device=handle.device)
+            start = handle.rank * layout.shard_numel
+            whole[start : start + layout.shard_numel] = reduced * layout.world_size
+            whole = whole[: layout.numel]
+        parameter.grad = None
+        set_gradient(parameter, whole)

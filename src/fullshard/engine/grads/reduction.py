@@ -1,0 +1,245 @@
+"""What becomes of one unit's gradients: staged, reduced, put where the optimizer looks.
+
+The counterpart of ``unit.py``, which does the same for parameters; ``backward.py`` decides when,
+and ``gradients.py`` does it for one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..comm.pending_work import lost
+from ..params.flat_param import FlatParamHandle
+from . import gradients as flow
+from .comm_hook import Ballot, CommHook, reduce_with_hook, settle_by_vote
+
+if TYPE_CHECKING:
+    from ..runtime.unit import Unit
+
+
+class Reduction:
+    """The way of a unit's gradients, and what is on it.
+
+    ``backward.py`` calls it while autograd tracks nothing, so that it need not see to that itself.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        #: What reduces gradients in place of the engine (``register_comm_hook``).
+        self.comm_hook: CommHook | None = None
+        #: What the ranks vote on at the end of a backward whose gradients a hook reduced.
+        self.ballots: list[Ballot] = []
+        #: What reduced gradients are multiplied by: not all ranks may have any (``Join``).
+        self.rescale = 1.0
+        self._averages: dict[torch.dtype, flow.Average] = {}
+        self._staged: list[flow.ReduceInput | flow.UnreducedGradients] = []
+        #: What a device may still be reducing from.
+        self._reducing: list[flow.ReduceInput | flow.UnreducedGradients] = []
+        #: What is reduced behind what is computed.
+        self._in_flight: list[flow.Reducing] = []
+        self._undecided: list[flow.PossiblyUnused] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: nothing that is on the way."""
+        return {**vars(Reduction(self._unit)), "comm_hook": self.comm_hook}
+
+    # -- staging ------------------------------------------------------------------------------
+
+    def keep_local(self, gradients: Sequence[flow.Gradients]) -> None:
+        """Let gradients stay local and whole (``no_sync``)."""
+        for handle, full in zip(self._unit.handles, gradients, strict=True):
+            if any(gradient is not None for gradient in full):
+                flow.keep_local(handle, full)
+
+    def stage(self, gradients: Sequence[flow.Gradients]) -> None:
+        """Copy full gradients into reduce buffers, so that autograd's own memory can go."""
+        for handle, full in zip(self._unit.handles, gradients, strict=True):
+            if not handle.has_trainable:
+                continue
+            full = flow.take_local(handle, full)
+            if self._is_alone_with(handle):
+                own = flow.UnreducedGradients(handle, full)
+                if self._unit.streams.runs_ahead:
+                    self._staged.append(own)
+                else:
+                    own.deliver()
+            else:
+                self._staged.append(flow.stage(handle, full))
+
+    def _is_alone_with(self, handle: FlatParamHandle) -> bool:
+        """Whether this rank's gradients are the result, as they are."""
+        alone = self._unit.world_size == 1 and self.comm_hook is None
+        return alone and handle.use_orig_params and not handle.is_sharded
+
+    def stage_kept(self) -> None:
+        """Stage what ``no_sync`` left behind in a unit that this backward did not reach."""
+        handles = self._unit.handles
+        if any(handle.keeps_local_gradients for handle in handles):
+            self.stage([[None] * len(handle.layout.slots) for handle in handles])
+
+    # -- reducing -----------------------------------------------------------------------------
+
+    def reduce(self) -> None:
+        """Reduce what is staged and put the result where the optimizer looks."""
+        unit, streams = self._unit, self._unit.streams
+        staged, self._staged = self._staged, []
+        if not staged:
+            return
+        if self._unit.joining is not None:
+            self._unit.joining.tell("reduce", self._unit)
+        streams.reduce_after_compute()
+        # A hook of the user's may raise; after a failed collective, memory must not be freed.
+        self._reducing = staged if self.comm_hook is not None else []
+        with streams.on_reduce():
+            for item in staged:
+                if isinstance(item, flow.UnreducedGradients):
+                    item.deliver()
+                    continue
+                reduced = self._reduce(item)
+                if self.rescale != 1.0:
+                    reduced.mul_(self.rescale)
+                if not streams.runs_ahead:
+                    item.release()
+                undecided = flow.deliver(item.handle, reduced, item.absent)
+                if self.comm_hook is None:
+                    self._undecided += undecided
+                elif item.handle.use_orig_params:
+                    self.ballots.append(Ballot.of(item, unit.shards, unit.copies, undecided))
+        self._reducing = staged if streams.runs_ahead else []
+
+    def _reduce(self, item: flow.ReduceInput) -> torch.Tensor:
+        unit = self._unit
+        if self.comm_hook is not None:
+            return reduce_with_hook(item, self.comm_hook, unit.shards, unit.copies, unit.name)
+        return self._start(item).finish()
+
+    def _start(self, item: flow.ReduceInput) -> flow.Reducing:
+        unit, dtype = self._unit, item.flat.dtype
+        average = self._averages.get(dtype)
+        if average is None:
+            average = self._averages[dtype] = flow.Average.over(unit.shards, unit.copies, dtype)
+        return flow.start_reduce(item, average, unit.name)
+
+    @property
+    def may_run_behind_compute(self) -> bool:
+        """Whether a host may sum gradients while the next unit's backward computes."""
+        return self._unit.plan.reduces_behind_compute and self.comm_hook is None
+
+    def start(self) -> None:
+        """Begin to reduce what is staged, behind what is computed until it is finished."""
+        staged, self._staged = self._staged, []
+        if staged and self._unit.joining is not None:
+            self._unit.joining.tell("reduce", self._unit)
+        for item in staged:
+            assert isinstance(item, flow.ReduceInput)
+            self._in_flight.append(self._start(item))
+
+    def finish(self) -> None:
+        """Put what :meth:`start` began to reduce where the optimizer looks."""
+        # One by one: those that follow one that raises are still to be waited for.
+        while self._in_flight:
+            reducing = self._in_flight.pop(0)
+            staged, reduced = reducing.staged, reducing.finish()
+            if self.rescale != 1.0:
+                reduced.mul_(self.rescale)
+            staged.release()
+            self._undecided += flow.deliver(staged.handle, reduced, staged.absent)
+
+    # -- on an accelerator --------------------------------------------------------------------
+
+    def give_out(self) -> None:
+        """Have an accelerator reduce what is staged, behind what it computes from now on."""
+        if self._is_one_collective:
+            self.start()
+        else:
+            self.reduce()
+
+    def let_go(self) -> None:
+        """Leave to the allocator what gradients are being reduced from, until the reduce is done.
+
+        Others may then have it before compute is ordered behind the reduce. The allocator asks the
+        device when that is, though, and where the host is far ahead finds it busy: were all buffers
+        left to it, many would be waiting there.
+        """
+        streams = self._unit.streams
+        for index, reducing in enumerate(self._in_flight):
+            with streams.on_reduce():
+                reducing.await_sum()
+            self._in_flight[index] = reducing._replace(await_sum=streams.compute_after_reduces)
+        for item in (*(reducing.staged for reducing in self._in_flight), *self._reducing):
+            if isinstance(item, flow.ReduceInput) and item.handle.is_sharded:
+                streams.release_after_reduces(item)
+
+    def take_in(self) -> None:
+        """Order compute behind what was given out, and free what it was reduced from."""
+        if self._in_flight:
+            self.finish()
+        else:
+            self._unit.streams.compute_after_reduces()
+            self.free_buffers()
+
+    @property
+    def _is_one_collective(self) -> bool:
+        """Whether to reduce is to launch one operation, for which a device waits, not the host.
+
+        It has a line of its own in the backend, and nothing has to follow it there. Otherwise the
+        reduce line is needed: to sum over copies, to bring gradients to the host.
+        """
+        unit = self._unit
+        more = unit.copies is not None or self.comm_hook is not None or unit.offloads
+        return not more and unit.shards.runs_ahead and unit.shards.size > 1
+
+    def free_buffers(self) -> None:
+        """Free the reduce buffers; compute must be ordered behind the reduce."""
+        for item in self._reducing:
+            item.release()
+        self._reducing = []
+
+    # -- the end of a backward ----------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Decide on gradients that only other ranks may have."""
+        undecided, self._undecided = self._undecided, []
+        flow.settle(undecided)
+
+    def take_ballots(self) -> list[Ballot]:
+        """What the ranks have to vote on, once."""
+        ballots, self.ballots = self.ballots, []
+        return ballots
+
+    def run_hooks(self) -> None:
+        """Call the user's hooks on parameters whose reduced gradients are in place."""
+        for handle in self._unit.handles:
+            flow.run_hooks(handle)
+
+    def drop(self) -> None:
+        """Forget what a broken-off backward left."""
+        in_flight, self._in_flight = self._in_flight, []
+        for reducing in in_flight:
+            try:
+                reducing.await_sum()
+            except BaseException:
+                # The collective may still touch this memory: let it go unfreed.
+                lost.append(reducing)
+                reducing.staged.handle.forget_buffers()
+                self._unit.forget_views()
+            else:
+                reducing.staged.release()
+        for item in (*self._staged, *self._reducing):
+            item.release()
+        self._staged, self._reducing, self._undecided, self.ballots = [], [], [], []
+        for handle in self._unit.handles:
+            handle.received = []
+
+
+def settle_all(reductions: Sequence[Reduction]) -> None:
+    """At the end of a backward, free the reduce buffers and find out which gradients are absent."""
+    for reduction in reductions:
+        reduction.free_buffers()
+        reduction.settle()
+    ballots = [ballot for reduction in reductions for ballot in reduction.take_ballots()]
+    if ballots:
+        settle_by_vote(ballots)

@@ -1,0 +1,1 @@
+"""From a module to a unit: which parameters it manages, where they live, what cannot be sharded."""

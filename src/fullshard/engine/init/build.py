@@ -1,0 +1,210 @@
+"""Making a unit out of a module: which parameters it manages, where they live, their groups."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...api import CPUOffload
+from ..comm.collectives import Group, group_for
+from ..comm.process_groups import ProcessGroups
+from ..params.flat_param import FlatParamHandle
+from ..params.locations import (
+    IsUnit,
+    ParameterLocation,
+    clean_tensor_name,
+    find_locations,
+    own_modules,
+)
+from ..params.tensor_parallel import Distribution
+from ..runtime.policy import UnitOptions
+from ..runtime.unit import Unit
+
+
+def managed_parameters(
+    module: nn.Module, ignored: Collection[nn.Parameter], is_unit: IsUnit
+) -> list[nn.Parameter]:
+    """The parameters a unit around ``module`` manages: not ignored, not in a nested unit.
+
+    A parameter that a nested unit reached but left to its ancestor is found in its modules.
+    """
+    nested: Iterable[Any] = filter(is_unit, module.modules())
+    left = {
+        parameter
+        for unit in nested
+        for parameter in unit._left_to_ancestor
+        if not hasattr(parameter, "_fullshard_unit")
+    }
+    found: dict[nn.Parameter, None] = {}
+    for submodule in module.modules() if left else own_modules(module, is_unit):
+        for parameter in submodule._parameters.values():
+            if parameter is not None and parameter not in ignored:
+                found[parameter] = None
+    if left:
+        own = {
+            p
+            for m in own_modules(module, is_unit)
+            for p in m._parameters.values()
+            if p is not None and p not in ignored
+        }
+        found = {p: None for p in found if p in own or p in left}
+    for parameter in found:
+        owner = getattr(parameter, "_fullshard_unit", None)
+        if owner is not None:
+            name = clean_tensor_name(find_locations(module, [parameter])[parameter][0].path)
+            raise ValueError(
+                f"Parameter {name!r} of {type(module).__name__} is shared with the unit around "
+                f"{owner}, which manages it already. Wrap the modules that share it in one unit, "
+                "or let auto_wrap_policy do the wrapping: it gives shared parameters to the unit "
+                "around all of their uses"
+            )
+    return list(found)
+
+
+def group_parameters(
+    parameters: Iterable[nn.Parameter], use_orig_params: bool
+) -> list[list[nn.Parameter]]:
+    """Parameters that can share a flat buffer, together, in order of first appearance."""
+    if not use_orig_params:
+        everything = list(parameters)
+        return [everything] if everything else []
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
+    return list(groups.values())
+
+
+def compute_device(
+    parameters: Iterable[nn.Parameter],
+    device_id: int | str | torch.device | None,
+    offload: bool,
+    rank: int,
+) -> torch.device:
+    """The device a unit computes on: the one asked for, or where its parameters are."""
+    found = next((p.device for p in parameters if p.device.type != "meta"), None)
+    asked = _as_device(device_id)
+    if asked is not None:
+        if found is not None and found.type != "cpu" and found != asked:
+            raise ValueError(
+                f"Inconsistent compute device and `device_id` on rank {rank}: {found} vs {asked}"
+            )
+        return asked
+    accelerated = torch.accelerator.is_available()
+    if accelerated and (found is None or (offload and found.type == "cpu")):
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return found or torch.device("cpu")
+
+
+def _as_device(device_id: int | str | torch.device | None) -> torch.device | None:
+    if device_id is None:
+        return None
+    if isinstance(device_id, str):
+        device_id = _named_device(device_id)
+    if not isinstance(device_id, (int, torch.device)):
+        raise TypeError(
+            "device_id expects an int, a torch.device or the name of one such as 'cuda:1', but got "
+            f"{device_id!r} of type {type(device_id).__name__}"
+        )
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
+    if isinstance(device_id, torch.device):
+        if device_id.type != "cpu" and (accelerator is None or accelerator.type != device_id.type):
+            raise RuntimeError(
+                f"device_id asks for {device_id}, but torch finds no {device_id.type} device on "
+                "this machine; leave device_id out to compute where the parameters are"
+            )
+        if device_id.type != "cpu" and device_id.index is None:
+            return torch.device(device_id.type, torch.accelerator.current_device_index())
+        return device_id
+    # A number names an accelerator; where there is none, programs pass their rank all the same.
+    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, device_id)
+
+
+def _named_device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device_id expects the name of a device such as 'cuda', 'cuda:1' or 'cpu', but got "
+            f"{name!r}: {error}"
+        ) from None
+
+
+def broadcast_states(
+    parameters: Iterable[nn.Parameter], buffers: Iterable[torch.Tensor], group: Group, unit: str
+) -> None:
+    """Overwrite parameters and buffers with those of the group's first rank."""
+    tensors = [_without_repeats(each.detach()) for each in (*parameters, *buffers)]
+    contiguous = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+    group.broadcast(contiguous, unit)
+    for tensor, received in zip(tensors, contiguous, strict=True):
+        if tensor is not received:
+            tensor.copy_(received)
+
+
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of an expanded tensor, each once: only so can they be written to."""
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def build_unit(
+    module: nn.Module,
+    parameters: list[nn.Parameter],
+    distributions: Mapping[nn.Parameter, Distribution],
+    groups: ProcessGroups,
+    device: torch.device,
+    cpu_offload: CPUOffload,
+    options: UnitOptions,
+) -> Unit:
+    """Flatten and shard ``parameters`` of ``module``; the module is changed in place.
+
+    ``distributions`` says of which parameters these are the local parts only.
+    """
+    places = find_locations(module, parameters)
+    handles = [
+        _build_handle(
+            module, group, places, distributions, groups.shards, device, cpu_offload, options
+        )
+        for group in group_parameters(parameters, options.use_orig_params)
+    ]
+    copies = group_for(groups.copies) if groups.copies is not None else None
+    return Unit(
+        type(module).__name__, module, handles, group_for(groups.shards), copies, device, options
+    )
+
+
+def _build_handle(
+    module: nn.Module,
+    parameters: list[nn.Parameter],
+    places: dict[Any, list[ParameterLocation]],
+    distributions: Mapping[nn.Parameter, Distribution],
+    process_group: Any,
+    device: torch.device,
+    cpu_offload: CPUOffload,
+    options: UnitOptions,
+) -> FlatParamHandle:
+    precision = options.mixed_precision
+    return FlatParamHandle(
+        parameters,
+        module,
+        device,
+        options.strategy,
+        cpu_offload.offload_params,
+        precision.param_dtype,
+        precision.reduce_dtype,
+        precision.keep_low_precision_grads,
+        process_group,
+        options.use_orig_params,
+        places=places,
+        distributions=distributions,
+        shard=True,
+    )

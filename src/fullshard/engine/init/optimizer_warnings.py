@@ -1,0 +1,96 @@
+"""Optimizers that need more of a model than this rank's shards: a warning at their first step.
+
+Note: one hook for all optimizers
+    Most optimizers update a parameter element by element, so that a rank can step its shards on
+    their own. Some compute norms, dot products or matrix products first, of a whole parameter or
+    of all of them; on shards every rank gets other results, and nothing fails. An optimizer does
+    not tell which kind it is, so classes are known by name here, with those of the libraries that
+    have such optimizers. The hook is torch's own for all optimizers, registered with the first
+    unit that is sharded or flattened. After an optimizer's first step it costs two lookups, a
+    fraction of a microsecond per step.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..runtime.unit import Unit
+
+#: Optimizers that compute with all parameters together, by the names of their classes.
+_OVER_ALL = frozenset({"LBFGS", "FullBatchLBFGS"})
+#: Optimizers that compute with each parameter as a whole: its norm, its rows, its matrix.
+_OVER_EACH = frozenset(
+    {
+        "Adafactor",
+        "Muon",
+        "LAMB",
+        "Lamb",
+        "FusedLAMB",
+        "LARS",
+        "Lars",
+        "Shampoo",
+        "DistributedShampoo",
+        "SOAP",
+    }
+)
+
+#: Classes whose optimizers update element by element, as far as is known.
+_elementwise: set[type] = set()
+#: Optimizers of the other classes that were looked at.
+_seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_hooks: list[Any] = []
+
+
+def watch_optimizers(unit: Unit) -> None:
+    """Let optimizers be looked at, from now on, if this unit has what some of them cannot step."""
+    if not _hooks and any(h.is_cut or not h.use_orig_params for h in unit.handles):
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    # A compiled step is traced with its hooks; there is nothing in this one to compile.
+    if torch.compiler.is_compiling() or type(optimizer) in _elementwise or optimizer in _seen:
+        return
+    names = {cls.__name__ for cls in type(optimizer).__mro__}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if names & _OVER_ALL:
+        _seen.add(optimizer)
+        _warn(optimizer, "computes with all parameters together", filter(_is_cut, parameters))
+    elif names & _OVER_EACH:
+        _seen.add(optimizer)
+        reason = "computes with each parameter as a whole"
+        _warn(optimizer, reason, (p for p in parameters if _is_cut(p) or _is_flat(p)))
+    else:
+        _elementwise.add(type(optimizer))
+
+
+def _is_cut(parameter: Any) -> bool:
+    return getattr(parameter, "_fullshard_is_cut", False)
+
+
+def _is_flat(parameter: Any) -> bool:
+    return getattr(parameter, "_is_flat_param", False)
+
+
+def _warn(optimizer: torch.optim.Optimizer, reason: str, parameters: Iterable[Any]) -> None:
+    found = list(parameters)
+    if not found:
+        return
+    what = "shards of them, different ones on every rank"
+    if not any(map(_is_cut, found)):
+        what = "flat parameters, each of which is several of the model's"
+    warnings.warn(
+        f"{type(optimizer).__name__} {reason}, but {len(found)} of the tensors it was given are "
+        f"{what}: it trains differently from how it would train the whole model, or fails. Use an "
+        "optimizer that updates element by element, such as AdamW or SGD; or let every rank hold "
+        "whole parameters, with sharding_strategy=NO_SHARD and use_orig_params=True, or with "
+        "ignored_states for those of this optimizer",
+        UserWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,162 @@
+"""Whole flat buffers whose memory comes and goes. Each buffer is the one owner of its storage."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+
+import torch
+
+from .layout import Layout
+from .tensor_parallel import Distributions, as_shown
+from .unused_parameters import find_grid
+
+
+class FlatBuffer(ABC):
+    """A whole flat buffer that exists only while needed: the tensor stays, its memory does not.
+
+    ``alias`` shares the memory but not the version counter, so that filling the buffer again does
+    not look to autograd like an in-place change of what it saved.
+    """
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            self.flat = torch.empty(layout.padded_numel, dtype=dtype, device=device)
+            self._storage = self.flat.untyped_storage()
+            self._nbytes = self._storage.nbytes()
+            self.alias = self.flat.data
+            self._make_views(layout)
+            self._storage.resize_(0)
+
+    @abstractmethod
+    def _make_views(self, layout: Layout) -> None:
+        """Make, once, the views that stay valid while the memory comes and goes."""
+
+    @property
+    def is_allocated(self) -> bool:
+        return self._storage.nbytes() == self._nbytes
+
+    def allocate(self) -> None:
+        self._storage.resize_(self._nbytes)
+
+    def release(self) -> None:
+        self._storage.resize_(0)
+
+
+class ReduceBuffer(FlatBuffer):
+    """Full gradients on their way, and ``places`` for them."""
+
+    def _make_views(self, layout: Layout) -> None:
+        self._layout = layout
+        self.places = [self.alias.as_strided(s.shape, s.stride, s.offset) for s in layout.slots]
+
+    @functools.cached_property
+    def gaps(self) -> list[torch.Tensor]:
+        """What lies between the places, for those to whom its content matters."""
+        return [self.alias[start:end] for start, end in self._layout.gaps()]
+
+    @functools.cached_property
+    def _marks(self) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
+        grid = find_grid(self._layout)
+        if grid is None:
+            return None
+        beside = [self.alias[start : start + 1] for start in grid.beside]
+        return self.alias[:: grid.distance], beside
+
+    def mark_all(self) -> bool:
+        """Mark all gradients as there, without memory for it; False if they are too small."""
+        if self._marks is None:
+            return False
+        on_grid, beside = self._marks
+        on_grid.add_(0.0)
+        if beside:
+            torch._foreach_add_(beside, 0.0)
+        return True
+
+
+class FullBuffer(FlatBuffer):
+    """Full parameters, as ``views``; ``shown`` is what the module computes with.
+
+    Those are the views, or DTensors made of them where parameters are distributed. ``own`` is the
+    part that this rank's shard fills.
+    """
+
+    #: Whether the buffer is the shard itself.
+    is_standing = False
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        distributions: Distributions = (),
+    ) -> None:
+        self._rank = rank
+        self._distributions = distributions
+        super().__init__(layout, dtype, device)
+
+    def _make_views(self, layout: Layout) -> None:
+        start = self._rank * layout.shard_numel
+        self.own = self.alias[start : start + layout.shard_numel]
+        self.views = [self.flat.as_strided(s.shape, s.stride, s.offset) for s in layout.slots]
+        self.shown = as_shown(self.views, self._distributions)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in this buffer, so that it dies with it."""
+        start = self._storage.data_ptr()
+        if start == 0:
+            return False
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            # Most are; to ask for their storage would take longer.
+            return start <= tensor.data_ptr() < start + self._nbytes
+        parts = _parts_with_memory(tensor)
+        return any(part.untyped_storage().data_ptr() == start for part in parts)
+
+
+class ShardBackedBuffer(FullBuffer):
+    """A full buffer that is the shard itself: nothing to allocate, fill or release."""
+
+    is_standing = True
+
+    def __init__(
+        self, layout: Layout, shard: torch.Tensor, distributions: Distributions = ()
+    ) -> None:
+        self._rank = 0
+        self._distributions = distributions
+        with torch.inference_mode(False), torch.no_grad():
+            self.flat = shard
+            self.alias = shard.data
+            self._make_views(layout)
+
+    @property
+    def is_allocated(self) -> bool:
+        return True
+
+    def allocate(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return False
+
+
+_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+
+
+def _parts_with_memory(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """``tensor``, or the tensors in which one that has no memory of its own keeps its elements.
+
+    DTensors are such, what a collective will have made once somebody waits for it, and sparse ones.
+    """
+    if tensor.layout is not torch.strided:
+        if tensor.layout is torch.sparse_coo:
+            return [tensor._indices(), tensor._values()]
+        return [tensor.values()] if tensor.layout in _COMPRESSED else []
+    if type(tensor) is torch.Tensor or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    inner = [value for name in names if torch.is_tensor(value := getattr(tensor, name))]
+    return [part for each in inner for part in _parts_with_memory(each)]

@@ -1,0 +1,522 @@
+"""FlatParameter and FlatParamHandle: one group's shard, full buffer, reduce buffer and views.
+
+A handle owns its tensors and knows nothing of when things happen; ``unit.py`` does. It never
+communicates: it offers the buffers that a unit hands to the collectives.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...api import ShardingStrategy, adopt
+from ..comm.streams import streams_for
+from .attribute_guard import refuse_replaced_views
+from .buffers import FullBuffer, ReduceBuffer, ShardBackedBuffer
+from .flattening import check_uniform, cuts, flat_stride, flattened, own_part
+from .layout import FlatParamShardMetadata, Layout, Piece, alignment_elements
+from .locations import ParameterLocation, find_locations
+from .tensor_parallel import Distribution, distributions_of, local_part
+from .unused_parameters import Presence
+
+#: Environment variables, by the names under which programs look them up.
+_FSDP_SKIP_WRITEBACK_CHECK = "FSDP_SKIP_WRITEBACK_CHECK"
+_FSDP_USE_FULL_PREC_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
+
+HandleShardingStrategy = ShardingStrategy
+
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_GRADIENT = operator.attrgetter("grad")
+
+
+class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch.Tensor) and getattr(instance, "_is_flat_param", False)
+
+
+class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
+    """The parameter that stands for a group: its data is this rank's shard.
+
+    The object is a plain ``nn.Parameter`` with facts attached, because optimizers choose their
+    fast paths by exact type; ``isinstance(p, FlatParameter)`` tells one from the others.
+    ``_fqns``, ``_shapes``, ``_numels`` and ``_params`` describe the original parameters
+    (``_params`` is None unless the originals stay visible).
+    """
+
+    _fqns: tuple[str, ...]
+    _shapes: tuple[torch.Size, ...]
+    _numels: tuple[int, ...]
+    _params: list[nn.Parameter] | None
+    _shard_param_infos: tuple[Piece, ...]
+
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> FlatParameter:
+        flat: Any = nn.Parameter(data, requires_grad=requires_grad)
+        flat._is_flat_param = True
+        return flat
+
+
+class HandleReference:
+    """Leads from a flat parameter to its handle without keeping the handle; copies lead nowhere."""
+
+    def __init__(self, handle: FlatParamHandle | None = None) -> None:
+        self._handle = None if handle is None else weakref.ref(handle)
+
+    def __call__(self) -> FlatParamHandle | None:
+        return None if self._handle is None else self._handle()
+
+    def __reduce__(self) -> Any:
+        return HandleReference, ()
+
+
+class Dtypes(NamedTuple):
+    """What a group is kept, computed and reduced in."""
+
+    shard: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+
+class FlatParamHandle:
+    """Owns one group's memory.
+
+    ``params`` are flattened on construction; :meth:`shard` then keeps this rank's part only, or
+    the constructor does when told so.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        module: nn.Module,
+        device: torch.device,
+        sharding_strategy: ShardingStrategy,
+        offload_params: bool,
+        mp_param_dtype: torch.dtype | None,
+        mp_reduce_dtype: torch.dtype | None,
+        keep_low_precision_grads: bool,
+        process_group: Any,
+        use_orig_params: bool,
+        fsdp_extension: Any = None,
+        *,
+        places: dict[Any, list[ParameterLocation]] | None = None,
+        distributions: Mapping[nn.Parameter, Distribution] | None = None,
+        shard: bool = False,
+    ) -> None:
+        self.params = list(dict.fromkeys(params))
+        if not self.params:
+            raise ValueError("Cannot construct a FlatParamHandle with an empty parameter list")
+        check_uniform(self.params, use_orig_params)
+        self.module = module
+        self.device = device
+        self.strategy = adopt(sharding_strategy, ShardingStrategy, "sharding_strategy")
+        self.keep_low_precision_grads = keep_low_precision_grads
+        self.use_orig_params = use_orig_params
+        self.offload = offload_params and device.type != "cpu"
+        self.skip_writeback_check = os.environ.get(_FSDP_SKIP_WRITEBACK_CHECK) == "1"
+        self.is_sharded = False
+        #: Whether the gradients that the user sees are unreduced ones (see ``no_sync``).
+        self.local_gradients = False
+        #: The parameters that the running backward has put gradients on.
+        self.received: list[nn.Parameter] = []
+        shards = self.strategy is not ShardingStrategy.NO_SHARD
+        self.rank: int = process_group.rank() if shards else 0
+        self._mixed_precision = (mp_param_dtype, mp_reduce_dtype)
+        self._buffers: dict[torch.dtype, FullBuffer] = {}
+        self._reduce_buffers: dict[torch.dtype, ReduceBuffer] = {}
+        self._presence: Presence | None = None
+        if places is None:
+            places = find_locations(module, self.params)
+        self.places = [places[p] for p in self.params]
+        #: How tensor parallelism distributed each parameter; empty where it distributed none.
+        self.distributions = distributions_of(self.params, distributions or {})
+        self._set_dtypes(self.params[0].dtype)
+        self.layout = self._pack(process_group.size() if shards else 1)
+        self.pieces = self.layout.pieces(self.rank)
+        self._cut_sizes, self._cut_positions = cuts(self.pieces, self.layout.shard_numel)
+        if shard:
+            self._replace_originals(own_part(self.params, self.layout, self.pieces))
+        else:
+            self._replace_originals(flattened(self.params, self.layout))
+        if shard:
+            self.shard()
+        else:
+            self._bind()
+
+    # -- construction -------------------------------------------------------------------------
+
+    def _set_dtypes(self, dtype: torch.dtype) -> None:
+        compute, reduce = self._mixed_precision if dtype.is_floating_point else (None, None)
+        compute = compute or dtype
+        self.dtypes = Dtypes(dtype, compute, reduce or compute)
+
+    def _pack(self, world_size: int) -> Layout:
+        alignment = alignment_elements(self.dtypes.compute.itemsize) if self.use_orig_params else 1
+        return Layout.pack(
+            [places[0].path for places in self.places],
+            [p.shape for p in self.params],
+            [flat_stride(p) for p in self.params],
+            world_size=world_size,
+            alignment=alignment,
+        )
+
+    def _replace_originals(self, flat: torch.Tensor) -> None:
+        self.shard_tensor = flat
+        self.flat_param = FlatParameter(
+            flat[: self.layout.numel], requires_grad=any(p.requires_grad for p in self.params)
+        )
+        self._describe()
+        if not self.use_orig_params:
+            for place in (place for places in self.places for place in places):
+                del place.module._parameters[place.name]
+            self.module.register_parameter("_flat_param", self.flat_param)
+            # The originals are gone; holding them would hold the whole model's memory.
+            self.params = []
+
+    def _describe(self) -> None:
+        flat: Any = self.flat_param
+        flat._is_flat_param = True
+        flat._handle_reference = HandleReference(self)
+        flat._fqns = tuple(slot.name for slot in self.layout.slots)
+        flat._shapes = tuple(torch.Size(slot.shape) for slot in self.layout.slots)
+        flat._numels = tuple(slot.numel for slot in self.layout.slots)
+        flat._params = self.params if self.use_orig_params else None
+        flat._shard_param_infos = self.pieces
+        for parameter in self.params:
+            parameter._fullshard_unit = type(self.module).__name__  # type: ignore[attr-defined]
+
+    # -- sharding -----------------------------------------------------------------------------
+
+    def shard(self) -> None:
+        """Keep this rank's part of the flat buffer and give the rest back."""
+        shard, size = self.shard_tensor, self.layout.shard_numel
+        if shard.numel() > size:
+            shard = shard[self.rank * size : (self.rank + 1) * size].clone()
+        self.is_sharded = self.strategy is not ShardingStrategy.NO_SHARD
+        self.adopt_shard(streams_for(self.device).rest_on_host(shard) if self.offload else shard)
+
+    def adopt_shard(self, shard: torch.Tensor) -> None:
+        """Let ``shard`` be the persistent storage; parameters and buffers follow."""
+        self.shard_tensor = shard
+        self.flat_param.data = shard
+        self.forget_buffers()
+        self._set_dtypes(shard.dtype)
+        self._bind()
+
+    def rebind(self) -> None:
+        """Point parameters at the shard again after somebody else pointed them elsewhere."""
+        self._describe()
+        self._bind()
+
+    @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        """The shard's dtype. Between wrapping and the first forward it may be assigned: that is
+        how accelerate keeps a model in full precision that was loaded in a lower one.
+        """
+        return self.dtypes.shard
+
+    @_orig_param_dtype.setter
+    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
+        shard = self.shard_tensor.to(dtype)
+        self.adopt_shard(streams_for(self.device).rest_on_host(shard) if self.offload else shard)
+
+    def converted(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Follow ``module.to(...)`` and its like, which converted each parameter on its own."""
+        for index, places in enumerate(self.places if self.use_orig_params else ()):
+            found = places[0].module._parameters[places[0].name]
+            if found is not None:
+                self.params[index] = found
+        if not self.use_orig_params:
+            refuse_replaced_views(self.places, self.sharded)
+            flat: Any = self.module._parameters["_flat_param"]
+            self.flat_param = flat
+        shard = convert(self.shard_tensor)
+        if self.offload:
+            shard = streams_for(self.device).rest_on_host(shard)
+        else:
+            self.device = shard.device
+        self.forget_buffers()
+        self._describe()
+        self.adopt_shard(shard)
+
+    def _bind(self) -> None:
+        """Point every original parameter at its piece of the shard, and show it."""
+        shard = self.shard_tensor
+        if self.is_sharded:
+            self.sharded = [shard[p.offset : p.offset + p.numel] for p in self.pieces]
+        else:
+            self.sharded = [
+                shard.as_strided(s.shape, s.stride, s.offset) for s in self.layout.slots
+            ]
+        if self.use_orig_params:
+            for parameter, view in zip(self.params, self.sharded, strict=True):
+                parameter.data = view
+        pairs = [
+            (*pair, index)
+            for index, places in enumerate(self.places)
+            for place in places
+            for pair in place.containers(self.use_orig_params)
+        ]
+        self._containers = [container for container, _, _ in pairs]
+        self._keys = [key for _, key, _ in pairs]
+        self._indices = [index for _, _, index in pairs]
+        self._remember()
+        self.show_sharded()
+
+    def _remember(self) -> None:
+        """Keep what is compared, before each use, with what the user may have replaced."""
+        visible: Sequence[Any] = self.params if self.use_orig_params else self.sharded
+        self._visible = [visible[index] for index in self._indices]
+        #: The parameters through which the user, or an optimizer, changes the shard.
+        self.watched = self.params if self.use_orig_params else [self.flat_param]
+        for parameter in self.watched:
+            parameter._fullshard_is_cut = self.is_cut  # type: ignore[attr-defined]
+        # Where they belong, not where they are: one that stands for two is only in one of them.
+        self._expected = self.sharded if self.use_orig_params else [self.shard_tensor]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._expected))
+
+    def _get_shard_metadata(self, start: int, end: int) -> tuple[Piece, ...]:
+        """Pieces for the inclusive range ``start..end`` of the unsharded buffer."""
+        return self.layout.pieces_between(start, end + 1)
+
+    def shard_metadata(self) -> FlatParamShardMetadata:
+        """The original parameters that this rank's shard touches."""
+        return self.layout.metadata(self.flat_param._shard_param_infos)
+
+    def distribution(self, index: int) -> Distribution | None:
+        """How tensor parallelism distributed a parameter, if it did."""
+        return self.distributions[index] if self.distributions else None
+
+    def whole_shape(self, index: int) -> torch.Size:
+        """The shape of a parameter as users wrote it, before anybody took parts of it."""
+        distribution = self.distribution(index)
+        return torch.Size(
+            self.layout.slots[index].shape if distribution is None else distribution.shape
+        )
+
+    # -- swapping -----------------------------------------------------------------------------
+
+    def show(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Put one tensor per parameter where the module's code looks for it."""
+        self._put(map(tensors.__getitem__, self._indices))
+
+    def show_sharded(self) -> None:
+        """Put this rank's pieces back."""
+        self._put(self._visible)
+
+    def _put(self, tensors: Iterable[Any]) -> None:
+        # Half the time of assignments in a loop, four times per unit and step.
+        for _ in map(operator.setitem, self._containers, self._keys, tensors):
+            pass
+
+    def shows(self, tensors: Sequence[torch.Tensor], buffer: FullBuffer) -> bool:
+        """Whether exactly these objects are in place, still lying in ``buffer``."""
+        expected = map(tensors.__getitem__, self._indices)
+        found = map(operator.getitem, self._containers, self._keys)
+        if any(map(operator.is_not, found, expected)):
+            return False
+        locals_ = map(local_part, tensors) if self.distributions else tensors
+        addresses = map(torch.Tensor.data_ptr, locals_)
+        return not any(map(operator.ne, addresses, map(torch.Tensor.data_ptr, buffer.views)))
+
+    # -- write-back ---------------------------------------------------------------------------
+
+    def write_back(self) -> bool:
+        """Take over parameters, or their data, that the user replaced since the last use.
+
+        Returns whether there were any.
+
+        When nothing was replaced this is two passes over C functions: object identity and
+        addresses of the parameters the user can reach. Gradients are where the optimizer looks
+        already; of those it is only looked whether they fit.
+        """
+        if self.skip_writeback_check:
+            return False
+        if not self.local_gradients:
+            self._check_gradients()
+        if list(map(torch.Tensor.data_ptr, self.watched)) == self._addresses:
+            found = map(operator.getitem, self._containers, self._keys)
+            try:
+                if not any(map(operator.is_not, found, self._visible)):
+                    return False
+            except KeyError:
+                # Something was removed; what, is told below.
+                pass
+        if self.use_orig_params:
+            self._take_over_parameters()
+        else:
+            self._take_over_flat()
+        return True
+
+    def _check_gradients(self) -> None:
+        for index, gradient in enumerate(map(_GRADIENT, self.watched)):
+            if gradient is not None and gradient.shape != self._expected[index].shape:
+                where = self.where(self.watched[index])
+                check_shape("gradient", where, self._expected[index], gradient)
+
+    def where(self, parameter: nn.Parameter) -> ParameterLocation | nn.Module:
+        """What a message names for a parameter: its own place, or the module it stands for."""
+        places = (p for p, own in zip(self.places, self.params, strict=False) if own is parameter)
+        return next((each[0] for each in places), self.module)
+
+    def _take_over_flat(self) -> None:
+        refuse_replaced_views(self.places, self.sharded)
+        flat = self.flat_param.data
+        check_shape("parameter", self.module, self.shard_tensor, flat)
+        # Into the memory that full parameters were made for, and that autograd may have saved.
+        self.shard_tensor.data.copy_(flat)
+        self.flat_param.data = self.shard_tensor
+
+    def _take_over_parameters(self) -> None:
+        with torch.no_grad():
+            replaced: list[tuple[int, nn.Parameter, torch.Tensor]] = []
+            for index, (places, view) in enumerate(zip(self.places, self.sharded, strict=True)):
+                old = self.params[index]
+                found = [parameter_at(place) for place in places]
+                new = next((parameter for parameter in found if parameter is not old), old)
+                if new is old and old.data_ptr() == view.data_ptr():
+                    continue
+                check_shape("parameter", places[0], view, new)
+                value = new.detach()
+                if value.untyped_storage().data_ptr() == view.untyped_storage().data_ptr():
+                    # Another parameter's, which may be replaced as well.
+                    value = value.clone()
+                replaced.append((index, new, value))
+            for index, new, value in replaced:
+                self.sharded[index].data.copy_(value)
+                new.data = self.sharded[index]
+                self.params[index] = new
+        self._remember()
+        self.show_sharded()
+
+    # -- buffers ------------------------------------------------------------------------------
+
+    def buffer(self, dtype: torch.dtype) -> FullBuffer:
+        """The full buffer of ``dtype``, made at its first use."""
+        buffer = self._buffers.get(dtype)
+        if buffer is None:
+            if self.layout.world_size == 1 and self._stands(dtype):
+                buffer = ShardBackedBuffer(self.layout, self.shard_tensor, self.distributions)
+            else:
+                buffer = FullBuffer(self.layout, self.rank, dtype, self.device, self.distributions)
+            self._buffers[dtype] = buffer
+        return buffer
+
+    def allocated_buffer(self) -> FullBuffer | None:
+        """The full buffer that has memory now, if one has."""
+        return next((b for b in self._buffers.values() if b.is_allocated), None)
+
+    def reduce_buffer(self, dtype: torch.dtype) -> ReduceBuffer:
+        """The buffer that gradients are reduced from in ``dtype``, made at its first use."""
+        buffer = self._reduce_buffers.get(dtype)
+        if buffer is None:
+            buffer = self._reduce_buffers[dtype] = ReduceBuffer(self.layout, dtype, self.device)
+        return buffer
+
+    def _stands(self, dtype: torch.dtype) -> bool:
+        return dtype == self.dtypes.shard and self.shard_tensor.device == self.device
+
+    def forget_buffers(self) -> None:
+        """Make new buffers at the next use."""
+        self._buffers.clear()
+        self._reduce_buffers.clear()
+        self._presence = None
+
+    @property
+    def presence(self) -> Presence:
+        """What marks the gradients of this rank in a flat buffer that is about to be reduced."""
+        if self._presence is None:
+            self._presence = Presence(self.layout, self.dtypes.reduce, self.device)
+        return self._presence
+
+    def gather_input(self, buffer: FullBuffer) -> torch.Tensor:
+        """What this rank contributes to a gather into ``buffer``, in its dtype, on its device."""
+        shard = self.shard_tensor
+        if shard.dtype == buffer.flat.dtype and shard.device == buffer.flat.device:
+            return shard
+        # Cast (or upload) straight into this rank's slice: no memory beside the buffer's own.
+        buffer.own.copy_(shard, non_blocking=True)
+        return buffer.own
+
+    def cut(self, flat: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """``flat`` (a shard, or all of it when nothing is sharded) cut along the parameters.
+
+        Pairs of parameter index and piece; parameters without a piece here are left out.
+        """
+        if not self.is_sharded:
+            slots = enumerate(self.layout.slots)
+            return [(i, flat.as_strided(s.shape, s.stride, s.offset)) for i, s in slots]
+        parts = flat.split_with_sizes(self._cut_sizes)
+        return [(index, parts[position]) for index, position in self._cut_positions]
+
+    # -- the user's view ----------------------------------------------------------------------
+
+    @property
+    def keeps_local_gradients(self) -> bool:
+        """Whether there are unreduced gradients: the user may have cleared them since."""
+        return self.local_gradients and any(p.grad is not None for p in self.watched)
+
+    @property
+    def trainable(self) -> tuple[bool, ...]:
+        """Per parameter, whether it takes part in training now."""
+        if self.use_orig_params:
+            return tuple(map(_REQUIRES_GRAD, self.params))
+        return (self.flat_param.requires_grad,) * len(self.layout.slots)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether this rank's shard is less than the whole flat buffer."""
+        return self.is_sharded and self.layout.world_size > 1
+
+    @property
+    def has_trainable(self) -> bool:
+        """Whether any of them does."""
+        return any(map(_REQUIRES_GRAD, self.watched))
+
+    # -- copies and pickles -------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a handle is, without the views and buffers that follow from it."""
+        buffers = {"_buffers", "_reduce_buffers", "_presence"}
+        views = {"sharded", "_containers", "_keys", "_visible", "watched", "_expected"}
+        derived = {*buffers, *views}
+        return {key: value for key, value in self.__dict__.items() if key not in derived}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._buffers, self._reduce_buffers, self._presence = {}, {}, None
+        self.flat_param.data = self.shard_tensor
+        self.rebind()
+
+
+def parameter_at(place: ParameterLocation) -> nn.Parameter:
+    """The parameter that stands at ``place``; refuses (RuntimeError) that there is none."""
+    found = place.module._parameters.get(place.name)
+    if found is None:
+        raise RuntimeError(
+            f"Parameter {place.path!r} was removed from its {type(place.module).__name__} after "
+            "wrapping, which still manages it: remove parameters, or register what replaces them "
+            "(pruning, parametrizations, adapters), before wrapping"
+        )
+    if not isinstance(found, nn.Parameter):
+        raise RuntimeError(
+            f"Parameter {place.path!r} is replaced by a plain tensor, as by functional_call. Its "
+            "values would stay: call functional_call on a module inside of the unit, in its "
+            "forward, or replace the parameter by an nn.Parameter"
+        )
+    return found
+
+
+def check_shape(what: str, where: Any, expected: torch.Tensor, given: torch.Tensor) -> None:
+    """Refuse a replacement whose shape is not that of this rank's piece."""
+    if expected.shape != given.shape:
+        path = where.path if isinstance(where, ParameterLocation) else type(where).__name__
+        raise RuntimeError(
+            f"Cannot writeback when the {what} shape changes\n"
+            f"Expects {expected.shape} but got {given.shape} for {path}: outside forward a rank "
+            "may replace its own piece only; use summon_full_params to change whole parameters"
+        )

@@ -1,0 +1,86 @@
+"""How original parameters become one flat buffer, or a rank's part of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..comm.streams import streams_for
+from .layout import Layout, Piece
+
+
+def check_uniform(params: Sequence[nn.Parameter], use_orig_params: bool) -> None:
+    """Refuse parameters that cannot lie in one buffer."""
+    dtypes = {p.dtype for p in params}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"Must flatten tensors with uniform dtype but got {sorted(map(str, dtypes))}"
+        )
+    if not use_orig_params:
+        if len({p.requires_grad for p in params}) > 1:
+            raise ValueError(
+                "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: "
+                "wrap the frozen parameters on their own, or pass use_orig_params=True"
+            )
+        if not params[0].dtype.is_floating_point and not params[0].dtype.is_complex:
+            raise ValueError("Cannot flatten integer dtype tensors")
+
+
+def flat_stride(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The stride under which the flattened parameter is seen: channels_last is kept."""
+    for dimensions, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if (
+            parameter.dim() == dimensions
+            and parameter.is_contiguous(memory_format=memory_format)
+            and not parameter.is_contiguous()
+        ):
+            return parameter.stride()
+    if parameter.is_contiguous():
+        return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()
+
+
+def flattened(params: Sequence[nn.Parameter], layout: Layout) -> torch.Tensor:
+    """The whole buffer, filled from the original parameters."""
+    first = params[0]
+    with torch.no_grad():
+        flat = torch.zeros(layout.padded_numel, dtype=first.dtype, device=first.device)
+        for slot, parameter in zip(layout.slots, params, strict=True):
+            flat.as_strided(slot.shape, slot.stride, slot.offset).copy_(parameter)
+    return flat
+
+
+def own_part(
+    params: Sequence[nn.Parameter], layout: Layout, pieces: Sequence[Piece]
+) -> torch.Tensor:
+    """A rank's part of it: the whole buffer would take as much again as the originals."""
+    first = params[0]
+    shard = streams_for(first.device).lasting_zeros(layout.shard_numel, first.dtype)
+    for slot, piece, parameter in zip(layout.slots, pieces, params, strict=True):
+        if piece.numel:
+            dense = parameter.detach()
+            if dense.stride() != slot.stride:
+                dense = dense.contiguous()
+            elements = dense.as_strided((slot.numel,), (1,), dense.storage_offset())
+            mine = elements[piece.start : piece.start + piece.numel]
+            shard[piece.offset : piece.offset + piece.numel] = mine
+    return shard
+
+
+def cuts(pieces: Sequence[Piece], shard_numel: int) -> tuple[list[int], list[tuple[int, int]]]:
+    """Sizes that cut a shard at its pieces' ends, and which part belongs to which parameter."""
+    sizes: list[int] = []
+    positions: list[tuple[int, int]] = []
+    position = 0
+    for index, piece in enumerate(pieces):
+        if piece.in_shard:
+            if piece.offset > position:
+                sizes.append(piece.offset - position)
+            positions.append((index, len(sizes)))
+            sizes.append(piece.numel)
+            position = piece.offset + piece.numel
+    if shard_numel > position:
+        sizes.append(shard_numel - position)
+    return sizes, positions

@@ -1,0 +1,113 @@
+"""The places at which a rank marks the gradients that it has: see the note in ``gradients.py``.
+
+Note: a grid of marks
+    Any element of a piece may be the marked one, and where all gradients are there more of them may
+    be. Elements at equal distances, not farther apart than the smallest piece is long, are in every
+    piece. They are one strided view, to which zero is added in one operation that takes no memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .layout import Layout, Slot
+
+#: Combinations of gradients that are there and not for which a group keeps marks.
+_PATTERNS_KEPT = 64
+
+
+class Marks:
+    """Indices into any flat buffer, and as many zeros to add there: one operation.
+
+    Units that are laid out alike, which most of a model's are, share them.
+    """
+
+    __slots__ = ("__weakref__", "_starts", "_zeros")
+
+    def __init__(self, starts: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self._starts = torch.tensor(starts, dtype=torch.long, device=device)
+        self._zeros = torch.zeros((), dtype=dtype, device=device).expand(len(starts))
+
+    def add_to(self, flat: torch.Tensor) -> None:
+        flat.index_add_(0, self._starts, self._zeros)
+
+
+class Presence:
+    """The marks of one group, by which of its gradients are there."""
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        self._layout = layout
+        self._dtype = dtype
+        self._device = device
+        self._by_pattern: dict[tuple[bool, ...] | None, Marks] = {}
+
+    def mark(self, flat: torch.Tensor, present: tuple[bool, ...] | None) -> None:
+        """Mark the gradients in ``flat`` that are ``present``; None for all of them."""
+        marks = self._by_pattern.get(present)
+        if marks is None:
+            if len(self._by_pattern) >= _PATTERNS_KEPT:
+                self._by_pattern.clear()
+            starts = piece_starts(self._layout, present)
+            marks = self._by_pattern[present] = _marks_at(starts, self._dtype, self._device)
+        marks.add_to(flat)
+
+
+_known: weakref.WeakValueDictionary[tuple[object, ...], Marks] = weakref.WeakValueDictionary()
+
+
+def _marks_at(starts: Sequence[int], dtype: torch.dtype, device: torch.device) -> Marks:
+    """The marks at these places; the same object for all who ask for the same."""
+    key = (tuple(starts), dtype, device)
+    marks = _known.get(key)
+    if marks is None:
+        marks = _known[key] = Marks(starts, dtype, device)
+    return marks
+
+
+def piece_starts(layout: Layout, present: Sequence[bool] | None) -> list[int]:
+    """Where each rank's piece of each present parameter begins; None for all of them."""
+    chosen = (s for i, s in enumerate(layout.slots) if present is None or present[i])
+    return [start for slot in chosen for start in _starts_in(slot, layout.shard_numel)]
+
+
+class UnusedParameterGrid(NamedTuple):
+    """Elements at a ``distance``, from the first one on, and those ``beside`` them."""
+
+    distance: int
+    beside: tuple[int, ...]
+
+
+#: Distances that are tried, the longest first: shorter ones would mark too much of a large buffer.
+_DISTANCES = tuple(2**power for power in range(16, 7, -1))
+#: Pieces that a grid may miss, which are marked one by one.
+_FEW = 4
+
+
+@functools.lru_cache(maxsize=256)
+def find_grid(layout: Layout) -> UnusedParameterGrid | None:
+    """What marks every rank's piece of every parameter; None where too many pieces are small."""
+    pieces = [
+        (start, min(slot.end, (start // layout.shard_numel + 1) * layout.shard_numel))
+        for slot in layout.slots
+        for start in _starts_in(slot, layout.shard_numel)
+    ]
+    if not pieces:
+        return None
+    grids = [
+        UnusedParameterGrid(distance, tuple(a for a, end in pieces if -a % distance >= end - a))
+        for distance in _DISTANCES
+    ]
+    best = min(grids, key=lambda grid: len(grid.beside))
+    return best if len(best.beside) <= _FEW else None
+
+
+def _starts_in(slot: Slot, size: int) -> list[int]:
+    """Where the pieces of one parameter begin, for ranks that have ``size`` elements each."""
+    if not slot.numel:
+        return []
+    return [slot.offset, *range((slot.offset // size + 1) * size, slot.end, size)]

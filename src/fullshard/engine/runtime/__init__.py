@@ -1,0 +1,1 @@
+"""A step: units, when they are unsharded and resharded, forward and backward."""

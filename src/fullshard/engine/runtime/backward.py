@@ -1,0 +1,381 @@
+"""When things happen in a backward: what is gathered, reduced and freed, up to its end.
+
+A backward is told that a gradient reached a unit's output, that all of a unit's gradients are
+there, and that autograd has finished or failed. On a CPU a reduce is begun at the next of these
+events, not at once: by then autograd has let go of the full gradients, and the reduce's own
+memory takes their place.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..comm.streams import HostStreams
+from ..grads.gradients import Gradients
+from ..grads.reduction import Reduction, settle_all
+from .autograd import BackwardEnd, in_backward, is_handed_out, refuse_compiled_backward
+from .policy import Policy
+from .residency import Reason, Residency, UnshardedUnits
+from .step_state import ForwardCall
+from .unit import State, Unit
+from .untraced import untraced
+
+if TYPE_CHECKING:
+    from ..join.joining import Joining
+
+#: Seconds for which a backward that has raised may still be cleaned up, by another thread.
+_PATIENCE = 0.5
+#: How long to leave the processor to that thread.
+_PAUSE = 1e-4
+#: Passes without a backward after which their order is no longer kept for prefetching.
+_PASSES_KEPT = 64
+
+
+class _MadeGraph:
+    """A graph that a backward made (``create_graph``); its nodes hold it."""
+
+
+class Backward:
+    """Drives the units below a root from the outputs' gradients to the parameters'."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        unsharded: UnshardedUnits,
+        streams: HostStreams,
+        policy: Policy,
+    ) -> None:
+        self._unsharded = unsharded
+        self._states = unsharded.states
+        self._residencies = unsharded.residencies
+        self._streams = streams
+        self._policy = policy
+        self._units = len(units)
+        #: Whether shards and gradients rest on the host, away from where the units compute.
+        self.offloads = any(unit.offloads for unit in units)
+        #: How many there have been: hooks and failures are told apart by it.
+        self._number = 0
+        self._creates_graph = False
+        #: Whether its graph is kept for another one.
+        self._keeps_graph = False
+        #: The graph that it makes, and all such that no backward has gone through yet.
+        self._made: _MadeGraph | None = None
+        self._pending_graphs: weakref.WeakSet[_MadeGraph] = weakref.WeakSet()
+        self._since_pass = False
+        self._breaking_off = threading.RLock()
+        self._passed: list[tuple[Unit, bool]] = []
+        self._cursor = 0
+        #: The unit that a host gathers ahead.
+        self._ahead: Unit | None = None
+        #: The unit whose gradients are staged and, on a host, not yet reduced.
+        self._pending: Unit | None = None
+        #: The unit whose gradients a host reduces behind what it computes.
+        self._in_flight: Unit | None = None
+        #: Tells ranks that have run out of data what is done; inside of ``Join``.
+        self.joining: Joining | None = None
+        self._reduced: dict[Unit, None] = {}
+        self._with_local_gradients: dict[Unit, None] = {}
+        for unit in units:
+            unit.on_gradients = self._on_gradients
+
+    @property
+    def is_running(self) -> bool:
+        return self._unsharded.in_backward
+
+    # -- what forward tells -------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """A forward begins, which a backward may follow."""
+        if self._since_pass or len(self._passed) > _PASSES_KEPT * self._units:
+            self._passed.clear()
+            self._since_pass = False
+        self._cursor = len(self._passed)
+
+    def expect(self, unit: Unit, exact: bool) -> None:
+        """A unit has run, and a backward will come through it; last come, first reached."""
+        self._passed.append((unit, exact))
+
+    # -- what autograd tells ------------------------------------------------------------------
+
+    @untraced
+    def on_output_gradient(
+        self, unit: Unit, exact: bool, call: ForwardCall | None, found: Any
+    ) -> None:
+        """A gradient reached an output of the unit: it needs its parameters."""
+        if unit.summoned:
+            raise ValueError(
+                f"Backward of unit {unit.name!r} inside summon_full_params: expected to be in "
+                "states [<TrainingState.IDLE: 1>] but current state is "
+                "TrainingState.SUMMON_FULL_PARAMS. Run it before, or after, the context"
+            )
+        self._enter()
+        if self._made is not None:
+            self._watch(self._made, found)
+        if not self._policy.reduces_at_once:
+            with torch.no_grad():
+                self._carry_out_reduce()
+        state = self._states[unit]
+        if call is not None and call.reached_in != self._number:
+            call.reached_in = self._number
+            state.open_calls += 1
+        if state.task is not None and unit.shows_full and unit.exact == exact:
+            return
+        state.task = torch._C._current_graph_task_id()
+        if self._residencies[unit].is_requested:
+            # Shown by the user's own wish, maybe as plain tensors: that is no change.
+            unit.show_sharded()
+        if unit.shows_full and unit.state is State.GATHERED and unit.exact == exact:
+            _check_unchanged(unit)
+        self._unsharded.reshard_if_changed(unit)
+        self._unsharded.unshard(unit, exact)
+        unit.show_full(tracked=True)
+        if unit.plan.prefetches_before_backward:
+            self._prefetch(unit)
+
+    @untraced
+    def on_input_gradients(self, unit: Unit, of_call: weakref.ref[ForwardCall], _: Any) -> None:
+        """The gradients of a forward's inputs are there: maybe nothing of it is left to compute.
+
+        Parameters that were used with detached inputs come after them, if they are not there yet.
+        """
+        call = of_call()
+        if call is not None and call.reached_in == self._number and self.is_running:
+            call.reached_in = -1
+            state = self._states[unit]
+            state.open_calls -= 1
+            if state.open_calls == 0 and (state.received or not unit.has_trainable):
+                self._close(unit)
+
+    def _on_gradients(self, unit: Unit, gradients: Sequence[Gradients]) -> None:
+        self._enter()
+        if not torch.is_grad_enabled():
+            self._take_gradients(unit, gradients)
+            return
+        with torch.no_grad():
+            self._take_gradients(unit, gradients)
+
+    def _enter(self) -> None:
+        if not self.is_running:
+            refuse_compiled_backward()
+            self._unsharded.in_backward = True
+            self._since_pass = True
+            self._creates_graph = torch.is_grad_enabled()
+            self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+            self._made = _MadeGraph() if self._creates_graph else None
+            self._number += 1
+            self._cursor = len(self._passed)
+            BackwardEnd(self._finish, functools.partial(self._break_off, self._number))
+            if self.joining is not None:
+                self.joining.begin_backward()
+
+    def _watch(self, graph: _MadeGraph, found: Any) -> None:
+        """Learn when another backward goes through ``graph``, of which ``found`` are gradients.
+
+        Those without a node tell nothing. If no gradient has one, the next backward counts as it.
+        """
+        hook = functools.partial(self._go_through, graph)
+        for gradient in found if isinstance(found, tuple) else (found,):
+            node = None if gradient is None else gradient.grad_fn
+            if node is not None and not is_handed_out(gradient):
+                self._pending_graphs.add(graph)
+                node.register_prehook(hook)
+
+    @untraced
+    def _go_through(self, graph: _MadeGraph, _: Any) -> None:
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self._pending_graphs.discard(graph)
+
+    # -- in the middle ------------------------------------------------------------------------
+
+    def _take_gradients(self, unit: Unit, gradients: Sequence[Gradients]) -> None:
+        self._carry_out_reduce()
+        if self._in_flight is unit:
+            # A second part of the unit's gradients: its reduce buffer must be free again.
+            self._carry_out_reduce()
+        state = self._states[unit]
+        state.received = True
+        if state.task is not None and state.task != torch._C._current_graph_task_id():
+            # A reentrant checkpoint inside the unit: a part of its backward, in a graph of its
+            # own. More parts may follow, and they need the parameters.
+            state.inputs_tell = True
+        elif state.open_calls == 0 and not state.held:
+            self._close(unit)
+        if unit.synchronizes:
+            self._with_local_gradients.pop(unit, None)
+            # First, so that what is staged when staging raises is dropped.
+            self._reduced[unit] = None
+            unit.reduction.stage(gradients)
+            self._pending = unit
+            if self._policy.reduces_at_once:
+                unit.reduction.give_out()
+                if len(self._reduced) == 1:
+                    # What the other units saved in forward is all there yet: memory is scarcest.
+                    unit.reduction.let_go()
+        else:
+            unit.reduction.keep_local(gradients)
+            self._with_local_gradients[unit] = None
+        if unit.plan.prefetches_after_backward:
+            self._prefetch(unit)
+        self._finish_ahead()
+
+    def _finish_ahead(self) -> None:
+        """Have what was prefetched before autograd can come to the unit that it is for.
+
+        It would compute with what has not arrived yet: see ``Policy.waits_for_prefetch``.
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.finish_gather()
+
+    def _close(self, unit: Unit) -> None:
+        """The unit's backward is over: its parameters are not needed any more."""
+        state = self._states[unit]
+        state.close()
+        if state.active:
+            # A backward inside its own forward, which still computes with the full parameters.
+            return
+        residency = self._residencies[unit]
+        if self._pins(residency):
+            # Gradients that are differentiated again reach the parameters by ways of their own.
+            residency.pin()
+            unit.show_sharded()
+        elif not unit.synchronizes and unit.options.keeps_full_after_forward:
+            residency.keep()
+            unit.show_sharded()
+        else:
+            self._unsharded.reshard(unit)
+
+    def _pins(self, residency: Residency) -> bool:
+        """Whether a backward that follows needs the full parameters in the memory they are in."""
+        if self._creates_graph or residency.reason is not Reason.PINNED:
+            return self._creates_graph
+        return self._keeps_graph or len(self._pending_graphs) > 0
+
+    def _carry_out_reduce(self) -> None:
+        """Reduce what the last unit staged; on an accelerator, take in what it was reduced to.
+
+        There the reduce was given out at once, and had until now, the next unit's whole backward,
+        to overlap with.
+        """
+        unit, self._pending = self._pending, None
+        if self._in_flight is not None:
+            in_flight, self._in_flight = self._in_flight, None
+            in_flight.reduction.finish()
+        if unit is None:
+            return
+        if self._policy.reduces_at_once:
+            unit.reduction.take_in()
+        elif unit.reduction.may_run_behind_compute:
+            self._in_flight = unit
+            unit.reduction.start()
+        else:
+            unit.reduction.reduce()
+
+    def _prefetch(self, unit: Unit) -> None:
+        """Gather the unit that ran before ``unit`` in forward: it is next in backward."""
+        cursor = min(self._cursor, len(self._passed)) - 1
+        while cursor >= 0 and self._passed[cursor][0] is not unit:
+            cursor -= 1
+        if cursor >= 0:
+            self._cursor = cursor
+        if cursor < 1:
+            return
+        following, exact = self._passed[cursor - 1]
+        is_first = cursor == len(self._passed) - 1
+        if self._policy.may_prefetch_in_backward(following.options, is_first=is_first):
+            self._unsharded.prefetch(following, exact)
+            if self._policy.waits_for_prefetch:
+                self._ahead = following
+                if is_first:
+                    # At the beginning, for which it was kept, mostly: nothing is waited for.
+                    self._finish_ahead()
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        with torch.no_grad():
+            reduced = self._finish_reduces()
+        self._end()
+        for reduction in reduced:
+            reduction.run_hooks()
+        if self.joining is not None:
+            self.joining.note_gradients()
+
+    def _finish_reduces(self) -> list[Reduction]:
+        """Have all gradients where the optimizer looks; returns what reduced them."""
+        self._carry_out_reduce()
+        if self._in_flight is not None:
+            self._carry_out_reduce()
+        for unit in [*self._with_local_gradients]:
+            if unit.synchronizes:
+                self._reduced[unit] = None
+                unit.reduction.stage_kept()
+                unit.reduction.reduce()
+                del self._with_local_gradients[unit]
+        if self.joining is not None:
+            self.joining.tell("finish")
+        self._streams.compute_after_reduces()
+        reduced = [unit.reduction for unit in self._reduced]
+        if self.offloads:
+            self._streams.host_after_reduces()
+        settle_all(reduced)
+        self._reduced = {}
+        return reduced
+
+    def break_off(self) -> None:
+        """Clean up after the last backward, if it raised and nobody has yet."""
+        self._break_off(self._number)
+
+    def await_clean_up(self) -> None:
+        """Return when what a backward that raised has left is cleaned up: see ``_break_off``.
+
+        One that another thread is in the middle of looks the same, and is not waited for for long.
+        """
+        if in_backward():
+            return
+        deadline = time.monotonic() + _PATIENCE
+        while self.is_running and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
+        # Until nobody is in the middle of it.
+        with self._breaking_off:
+            pass
+
+    def _break_off(self, number: int) -> None:
+        """Clean up after one backward.
+
+        On a CPU autograd tells at once. An accelerator's backward thread may tell a moment after
+        the exception has reached the user, who may be here before it.
+        """
+        with self._breaking_off:
+            if not self.is_running or number != self._number:
+                return
+            # What is dropped may still be read by a reduce.
+            self._streams.compute_after_reduces()
+            for unit in self._reduced:
+                unit.reduction.drop()
+            self._pending = self._in_flight = None
+            self._reduced.clear()
+            self._end()
+
+    def _end(self) -> None:
+        self._made = self._ahead = None
+        self._unsharded.in_backward = False
+        self._unsharded.end_backward(self._pins)
+        self._streams.settle()
+
+
+def _check_unchanged(unit: Unit) -> None:
+    if not unit.shows_what_it_gathered():
+        unit.forget_views()
+        raise AssertionError(
+            "FSDP does not support changing the parameters between forward and backward "
+            f"(unit {unit.name!r} under {unit.options.strategy}); change them after backward, "
+            "or use a strategy that frees parameters after forward"
+        )

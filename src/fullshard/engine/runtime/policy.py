@@ -1,0 +1,212 @@
+"""When units are unsharded and resharded, and when gradients are reduced: decided from facts alone.
+
+No tensors and no effects. The engine asks and carries out; ``fullshard plan`` asks the same object
+for the memory that follows. There is one policy per kind of device:
+
+    decision                           accelerator (runs ahead)       host
+    ---------------------------------  -----------------------------  ----------------------------
+    prefetch in forward                if ``forward_prefetch``        also with BACKWARD_PRE, and
+                                                                      where forward keeps all anyway
+    how far ahead                      one unit                       one unit; all of them where
+                                                                      forward keeps all anyway
+    after forward, FULL_SHARD          reshard, the outermost: hide   also hide the last two units,
+                                                                      with which backward begins
+    release of a resharded unit        one unit late, unless          at once
+                                       the next one is prefetched
+    prefetch in backward               as ``backward_prefetch``       the same, and waited for
+                                       says                           before autograd can reach it
+    reduce-scatter                     issued as gradients arrive     at the next event; behind
+                                                                      compute where parameters stay
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from enum import Enum, auto
+
+from ...api import (
+    HYBRID_STRATEGIES,
+    NO_RESHARD_AFTER_FORWARD_STRATEGIES,
+    BackwardPrefetch,
+    MixedPrecision,
+    ShardingStrategy,
+)
+
+#: Units that run last in forward, with which a host's backward begins before it can gather ahead.
+_KEPT_FOR_BACKWARD = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitOptions:
+    """What the user asked for, for one unit."""
+
+    strategy: ShardingStrategy
+    mixed_precision: MixedPrecision
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: bool
+    limit_all_gathers: bool
+    use_orig_params: bool
+
+    @functools.cached_property
+    def frees_after_forward(self) -> bool:
+        return self.strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+    @functools.cached_property
+    def keeps_full_after_forward(self) -> bool:
+        return self.strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES
+
+    @functools.cached_property
+    def is_hybrid(self) -> bool:
+        return self.strategy in HYBRID_STRATEGIES
+
+    @functools.cached_property
+    def is_sharded(self) -> bool:
+        """Whether a rank keeps a part of the parameters only."""
+        return self.strategy is not ShardingStrategy.NO_SHARD
+
+
+class AfterForward(Enum):
+    """What becomes of a unit's full parameters when its forward ends and a backward will come."""
+
+    #: Their memory is given back.
+    RESHARD = auto()
+    #: They stay in memory for the backward; the module shows this rank's pieces.
+    HIDE = auto()
+    #: They stay in place, where the module and the user see them.
+    SHOW = auto()
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitPlan:
+    """What is decided for one unit once and for all; the step's path looks it up."""
+
+    #: Whether the next unit is all-gathered while this one computes forward: in training, where a
+    #: backward may follow, and in evaluation.
+    prefetches_in_training: bool
+    prefetches_in_evaluation: bool
+    #: Whether the next unit of a backward is prefetched before this one's backward computes, or
+    #: when this one's gradients are there.
+    prefetches_before_backward: bool
+    prefetches_after_backward: bool
+    #: What becomes of the full parameters after forward, unless backward begins with the unit.
+    normally_after_forward: AfterForward
+    #: If the unit is among this many that run last in forward, backward begins with it.
+    begins_backward_among: int
+    #: Whether the memory of the resharded unit is given back one unit late: otherwise the next
+    #: all-gather, issued after this unit's compute, would have to wait for that compute to write
+    #: where this unit was (see the note in ``streams.py``).
+    releases_late_in_forward: bool
+    releases_late_in_backward: bool
+    #: Whether gradients are reduced while the next unit's backward computes.
+    reduces_behind_compute: bool
+
+    def after_forward(
+        self, *, is_outermost: bool, forwards_left: int | None, holds_copy: bool
+    ) -> AfterForward:
+        """What becomes of the full parameters when a forward ends and a backward will come.
+
+        ``forwards_left`` counts the forwards that remain of the expected order, this one included;
+        None where another unit ran inside of this one, or where the order is not known.
+        ``holds_copy``: what is unsharded is a copy of whole shards, in another precision or place.
+        """
+        if self.normally_after_forward is not AfterForward.RESHARD and not holds_copy:
+            return self.normally_after_forward
+        # The first to be needed in backward are hidden, but not freed.
+        begins = forwards_left is not None and 0 < forwards_left <= self.begins_backward_among
+        return AfterForward.HIDE if is_outermost or begins else AfterForward.RESHARD
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The decisions for one kind of device.
+
+    ``runs_ahead``: work that is given to the device may still be running when the call returns, as
+    on an accelerator. A host computes in order, and communicates in the background.
+    """
+
+    runs_ahead: bool
+
+    def plan(self, unit: UnitOptions) -> UnitPlan:
+        """What is decided for a unit by its options alone.
+
+        An accelerator overlaps what it is given without being told, so it prefetches in forward
+        only if it is asked to. A host gathers ahead unasked where that takes no more memory than
+        the step takes anyway, since backward gathers ahead, or nothing is freed before it. For the
+        same reason a host does not free the units with which backward begins. An accelerator
+        gathers those behind the loss, for which it may need the memory.
+        """
+        host = not self.runs_ahead
+        before = unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+        in_evaluation = unit.forward_prefetch or (host and before)
+        if unit.frees_after_forward:
+            after_forward = AfterForward.RESHARD
+        elif unit.keeps_full_after_forward:
+            after_forward = AfterForward.SHOW
+        else:
+            after_forward = AfterForward.HIDE
+        return UnitPlan(
+            prefetches_in_training=in_evaluation or (host and unit.keeps_full_after_forward),
+            prefetches_in_evaluation=in_evaluation,
+            prefetches_before_backward=before,
+            prefetches_after_backward=unit.backward_prefetch is BackwardPrefetch.BACKWARD_POST,
+            normally_after_forward=after_forward,
+            begins_backward_among=(
+                _KEPT_FOR_BACKWARD if host and before and unit.frees_after_forward else 0
+            ),
+            releases_late_in_forward=self.runs_ahead and not unit.forward_prefetch,
+            releases_late_in_backward=self.runs_ahead and not before,
+            # On a host that takes a second reduce buffer, which is much where full parameters come
+            # and go, and little where they stay.
+            reduces_behind_compute=self.runs_ahead or not unit.frees_after_forward,
+        )
+
+    def units_ahead(self, units_left: int, *, is_first: bool, keeps_all: bool) -> int:
+        """How many of the following units are all-gathered by a unit that prefetches in forward.
+
+        ``keeps_all``: all units stay unsharded until backward. A host then begins with all of them
+        at once: they will be there at the end of forward, when memory is scarcest, and the sooner
+        they are on their way, the less do ranks wait for each other.
+        """
+        if is_first and keeps_all and not self.runs_ahead:
+            return units_left
+        return min(units_left, 1)
+
+    def may_prefetch_in_backward(self, following: UnitOptions, *, is_first: bool) -> bool:
+        """Whether the unit that is next in backward is all-gathered ahead.
+
+        A copy of whole shards is made in no time. At the beginning of a backward, when what the
+        loss needs takes the most memory, there is none to spare for it.
+        """
+        return following.is_sharded or not is_first
+
+    @functools.cached_property
+    def checks_for_changes(self) -> bool:
+        """Whether parameters are looked at for changes since they were gathered ahead, unasked."""
+        return not self.runs_ahead
+
+    @functools.cached_property
+    def waits_for_prefetch(self) -> bool:
+        """Whether a prefetch is waited for before autograd can reach the unit that it is for.
+
+        Autograd may reach it by tensors that the unit keeps where nobody finds them. An accelerator
+        is not made to wait: it would lose what overlaps at the beginning of a backward.
+        """
+        return not self.runs_ahead
+
+    @functools.cached_property
+    def reduces_at_once(self) -> bool:
+        """Whether gradients are reduced as they arrive: an accelerator overlaps that itself.
+
+        A host waits for the next event of the backward. By then autograd has let go of the full
+        gradients, and the memory that the reduce takes is theirs.
+        """
+        return self.runs_ahead
+
+
+_ACCELERATOR, _HOST = Policy(runs_ahead=True), Policy(runs_ahead=False)
+
+
+def policy_for(device_type: str) -> Policy:
+    """The policy for a kind of device, such as ``cuda`` or ``cpu``."""
+    return _HOST if device_type in ("cpu", "meta") else _ACCELERATOR

@@ -1,0 +1,157 @@
+"""Tensors that modules keep as attributes, such as auxiliary losses, put into what they are called
+with, or show to the user's hooks, such as features: outputs in all but name.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Collection, Container, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..params.locations import own_modules
+from .pytrees import tensors_in
+from .unit import Unit
+from .untraced import untraced
+
+#: What ``nn.Module`` keeps for itself.
+_INTERNAL = frozenset(vars(nn.Module()))
+_WITHOUT_TENSORS = {types.NoneType, bool, int, float, str}
+
+
+class SideOutputs:
+    """The attributes of a unit's modules by which autograd may enter it, beside its outputs.
+
+    Which of them to look at is decided at the unit's first forward, and again when modules have
+    got further attributes: those that hold tensors, and those that stand for a value to come.
+    Modules inside of nested units, whose own modules are among those ``of_units``, are theirs.
+    """
+
+    def __init__(self, unit: Unit, of_units: Container[nn.Module]) -> None:
+        self._unit = unit
+        own = list(own_modules(unit.module, of_units.__contains__))
+        self._attributes = [names for m in own for names in (vars(m), m._buffers)]
+        self._modules = own
+        self._hooks = [m._forward_hooks for m in own] + [m._forward_pre_hooks for m in own]
+        self._hook_count = 0
+        #: What modules with hooks were called with and returned, and what nested units put aside,
+        #: while the unit's forward runs.
+        self.shown: list[Any] | None = None
+        self._count = -1
+        self._places: list[tuple[dict[str, Any], str]] = []
+
+    def watch(self) -> None:
+        """The unit's forward begins: note what the user's hooks on its modules are shown."""
+        self.shown = []
+        count = sum(map(len, self._hooks))
+        if count != self._hook_count:
+            for module in self._modules:
+                hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+                watch = next((hook for hook in hooks if isinstance(hook, _Watch)), None)
+                if watch is not None:
+                    watch.watcher = weakref.ref(self)
+                elif any(map(_is_users, hooks)):
+                    module.register_forward_hook(_Watch(self), with_kwargs=True)
+            self._hook_count = sum(map(len, self._hooks))
+
+    def note(self, shown: Any) -> None:
+        """Somebody outside may keep tensors that are in ``shown``, while the forward runs."""
+        if self.shown is not None:
+            self.shown.append(shown)
+
+    def made_since(self, birth: int, inputs: Any) -> list[torch.Tensor]:
+        """Those that lead into the unit by nodes not older than ``birth``, in autograd's count.
+
+        Among them are those that the unit put into containers among its ``inputs``.
+        """
+        shown, self.shown = self.shown, None
+        kept = [value for value in (*self._stored(), inputs) if type(value) not in _WITHOUT_TENSORS]
+        if shown:
+            kept.append(shown)
+        return [t for t in tensors_in(kept) if self._is_since(birth, t)] if kept else []
+
+    def _is_since(self, birth: int, tensor: torch.Tensor) -> bool:
+        node = tensor.grad_fn
+        return node is not None and node._sequence_nr() >= birth and self._unit.made(tensor)
+
+    def _stored(self) -> Iterator[Any]:
+        count = sum(map(len, self._attributes))
+        if count != self._count:
+            self._count = count
+            self._places = [
+                (attributes, name)
+                for attributes in self._attributes
+                for name, value in attributes.items()
+                if name not in _INTERNAL and self._is_of_interest(_visible(name, value))
+            ]
+        for attributes, name in self._places:
+            yield _visible(name, attributes.get(name))
+
+    def _is_of_interest(self, value: Any) -> bool:
+        """Whether there is such a tensor, or a place that a later forward may put one in."""
+        if isinstance(value, (int, float)):
+            return value == 0 and value is not False
+        if value is None:
+            return True
+        if isinstance(value, (list, dict)) and _are_to_come(_inside(value)):
+            return True
+        if isinstance(value, torch.Tensor) and value.grad_fn is None:
+            # Larger ones are a module's constants, or parameters.
+            return value.numel() == 1
+        return any(map(self._unit.made, tensors_in(value)))
+
+
+def _inside(container: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> Collection[Any]:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _are_to_come(items: Collection[Any]) -> bool:
+    """Whether each of them, if there are any, stands for a value to come."""
+    return all(item is None or (type(item) in (int, float) and item == 0) for item in items)
+
+
+def _visible(name: str, value: Any) -> Any:
+    """What is looked at of an attribute: of a private one tensors, alone or in a list or dict.
+
+    Its other objects may lead anywhere, to the whole model, and to look there would take for ever.
+    """
+    if not name.startswith("_") or value is None:
+        return value
+    if isinstance(value, (list, tuple, dict)):
+        tensors = [item for item in _inside(value) if isinstance(item, torch.Tensor)]
+        return tensors if tensors or _are_to_come(_inside(value)) else False
+    return value if isinstance(value, (torch.Tensor, int, float)) else False
+
+
+class _Watch:
+    """A forward hook that notes what a module was called with and returned.
+
+    Copies and pickles of it, which come with those of a module, note nothing.
+    """
+
+    def __init__(self, side_outputs: SideOutputs | None = None) -> None:
+        self.watcher: Callable[[], SideOutputs | None] = (
+            _nobody if side_outputs is None else weakref.ref(side_outputs)
+        )
+
+    def __reduce__(self) -> Any:
+        return _Watch, ()
+
+    @untraced
+    def __call__(self, module: nn.Module, *shown: Any) -> None:
+        side_outputs = self.watcher()
+        if side_outputs is not None:
+            side_outputs.note(shown)
+
+
+def _nobody() -> None:
+    return None
+
+
+def _is_users(hook: Any) -> bool:
+    """Whether a hook may keep what it is shown: those that are torch's own do not."""
+    module = getattr(hook, "__module__", None) or ""
+    return not module.startswith("torch.")

@@ -1,0 +1,1 @@
+"""Full parameters on demand, model state dicts, and parameters constructed on the meta device."""

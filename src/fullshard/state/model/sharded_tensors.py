@@ -1,0 +1,291 @@
+"""Parameters as ShardedTensor or DTensor: every rank holds a chunk of the first dimension's rows.
+
+Chunks are those of ``torch.chunk``: ceil(rows / ranks) rows each, the last ones shorter or empty.
+Parameters without rows to share (scalars, and those without elements) stay plain tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ...engine.comm.collectives import Group, group_for
+from ...engine.runtime.unit import Unit
+
+
+class SharedMesh:
+    """A device mesh that copies share and pickles leave out."""
+
+    def __init__(self, mesh: Any) -> None:
+        self.mesh = mesh
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedMesh:
+        return self
+
+    def __reduce__(self) -> Any:
+        return SharedMesh, (None,)
+
+
+class Rows(NamedTuple):
+    """The rows of a parameter that one of several ranks holds."""
+
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, rows: int, rank: int, ranks: int) -> Rows:
+        step = -(-rows // ranks)
+        return cls(min(rank * step, rows), min((rank + 1) * step, rows))
+
+
+def has_rows(shape: Sequence[int]) -> bool:
+    """Whether a parameter of this shape can be chunked."""
+    return math.prod(shape) > 0 and len(shape) > 0
+
+
+def chunk(whole: torch.Tensor, group: Group, to_cpu: bool) -> torch.Tensor:
+    """A copy of this rank's rows of a whole parameter."""
+    rows = Rows.of(whole.shape[0], group.rank, group.size)
+    device = torch.device("cpu") if to_cpu else whole.device
+    mine = whole.detach()[rows.start : rows.end]
+    copy = torch.empty(mine.shape, dtype=mine.dtype, device=device)
+    return copy.copy_(mine)
+
+
+def as_sharded_tensor(local: torch.Tensor, shape: Sequence[int], group: Group) -> Any:
+    """The ShardedTensor of which ``local`` is this rank's chunk; made without communication."""
+    from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+    from torch.distributed._shard.sharded_tensor.metadata import (
+        ShardedTensorMetadata,
+        TensorProperties,
+    )
+    from torch.distributed._shard.sharding_spec import ShardMetadata
+
+    rest = list(shape[1:])
+    chunks: list[Any] = []
+    mine: list[Any] = []
+    for rank in range(group.size):
+        rows = Rows.of(shape[0], rank, group.size)
+        if rows.end == rows.start:
+            continue
+        metadata = ShardMetadata(
+            [rows.start] + [0] * len(rest),
+            [rows.end - rows.start, *rest],
+            _placement(rank, local.device, group),
+        )
+        chunks.append(metadata)
+        if rank == group.rank:
+            # A flat shard may end in padding.
+            mine.append(Shard(local[: rows.end - rows.start], metadata))
+    properties = TensorProperties(dtype=local.dtype)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        mine,
+        ShardedTensorMetadata(chunks, torch.Size(shape), properties),
+        process_group=group.group,
+    )
+
+
+def _placement(rank: int, device: torch.device, group: Group) -> str:
+    """Where another rank keeps its chunk: on the device of the same kind that is its own."""
+    worldwide = dist.get_global_rank(group.group, rank)
+    if device.type == "cpu":
+        return f"rank:{worldwide}/cpu"
+    if rank == group.rank:
+        return f"rank:{worldwide}/{device}"
+    index = worldwide % torch.accelerator.device_count()
+    return f"rank:{worldwide}/{device.type}:{index}"
+
+
+def as_dtensor(local: torch.Tensor, shape: Sequence[int], mesh: Any) -> Any:
+    """The DTensor of which ``local`` is this rank's chunk; copies across a second dimension."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    placements = (Replicate(), Shard(0)) if mesh.ndim == 2 else (Shard(0),)
+    return dtensor_of(local, shape, mesh, placements)
+
+
+def dtensor_of(local: torch.Tensor, shape: Sequence[int], mesh: Any, placements: Any) -> Any:
+    """A DTensor around ``local``, which stays where it is, on the host, too.
+
+    ``DTensor.from_local`` would move it to the devices of the mesh.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def empty_like(value: Any, dtype: torch.dtype) -> Any:
+    """Uninitialised memory in the host for a tensor of ``value``'s shape, cut as ``value`` is."""
+    if hasattr(value, "local_shards"):
+        shape, shards = shape_of(value), value.local_shards()
+        mine = shards[0].tensor.shape if shards else (0, *shape[1:])
+        local = torch.empty(mine, dtype=dtype)
+        return as_sharded_tensor(local, shape, group_for(value._process_group))
+    if hasattr(value, "to_local"):
+        local = torch.empty(value.to_local().shape, dtype=dtype)
+        return dtensor_of(local, value.shape, value.device_mesh, value.placements)
+    return torch.empty(value.shape, dtype=dtype)
+
+
+def mesh_of(unit: Unit) -> Any:
+    """A device mesh over the groups of a unit that was given none.
+
+    Groups that make no regular grid of ranks have no mesh of two dimensions; each copy's ranks then
+    have one of their own.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    device_type = unit.device.type
+    shards = unit.shards.group
+    if unit.copies is None:
+        return DeviceMesh.from_group(shards, device_type)
+    copies = unit.copies.group
+    row = dist.get_process_group_ranks(shards)
+    column = dist.get_process_group_ranks(copies)
+    grid = [[first + rank - row[0] for rank in row] for first in _firsts(row, column)]
+    if not _is_grid(grid):
+        return DeviceMesh.from_group(shards, device_type)
+    return DeviceMesh.from_group(
+        [copies, shards], device_type, mesh=grid, mesh_dim_names=("copies", "shards")
+    )
+
+
+def _firsts(row: list[int], column: list[int]) -> list[int]:
+    """The first rank of every group of shards, in a regular grid of ranks."""
+    me = next(iter(set(row) & set(column)))
+    return [rank - me + row[0] for rank in column]
+
+
+def _is_grid(ranks: list[list[int]]) -> bool:
+    found = [rank for row in ranks for rank in row]
+    return len(set(found)) == len(found) and set(found) <= set(range(dist.get_world_size()))
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether ``value`` is a ShardedTensor or a DTensor."""
+    return hasattr(value, "local_shards") or hasattr(value, "to_local")
+
+
+def shape_of(value: Any) -> torch.Size:
+    """The shape of a whole parameter; a ShardedTensor is not asked for it, since it warns."""
+    shape: torch.Size = value.metadata().size if hasattr(value, "local_shards") else value.shape
+    return shape
+
+
+def local_rows(value: Any, group: Group) -> torch.Tensor:
+    """This rank's chunk of a sharded parameter; refuses one that is cut in another way.
+
+    All ranks of the group refuse it or none does: one that went on would wait for the others.
+    """
+    if hasattr(value, "to_local"):
+        _check_cut(value, group)
+        local: torch.Tensor = value.to_local()
+        return local
+    rows = [Rows.of(shape_of(value)[0], rank, group.size) for rank in range(group.size)]
+    expected = [(start, end - start) for start, end in rows if end > start]
+    shards = sorted(value.metadata().shards_metadata, key=lambda shard: shard.placement.rank())
+    cut = [(shard.shard_offsets[0], shard.shard_sizes[0]) for shard in shards]
+    # Specifications of torch's list the chunks of ranks that have no rows, too.
+    found = [(first, rows) for first, rows in cut if rows]
+    if found != expected:
+        raise ValueError(
+            f"the {group.size} ranks that share it expect (first row, rows) {expected} of it, but "
+            f"the ShardedTensor has {found}"
+        )
+    return local_shard(value)
+
+
+def _check_cut(value: Any, group: Group) -> None:
+    """Refuse a DTensor whose rows are not shared by the ranks of the group, in their order."""
+    mesh = value.device_mesh.mesh
+    cut = [
+        (place, dim)
+        for dim, place in enumerate(value.placements)
+        if not place.is_replicate() and mesh.shape[dim] > 1
+    ]
+    if group.size == 1:
+        fits = not cut
+    elif len(cut) == 1 and cut[0][0].is_shard(0):
+        streams = mesh.movedim(cut[0][1], -1).reshape(-1, mesh.shape[cut[0][1]])
+        fits = dist.get_process_group_ranks(group.group) in streams.tolist()
+    else:
+        fits = False
+    if not fits:
+        ranks = dist.get_process_group_ranks(group.group)
+        raise ValueError(
+            f"ranks {ranks} share it and expect a chunk of its rows each, but the DTensor has "
+            f"placements {value.placements} on a mesh of ranks {mesh.tolist()}"
+        )
+
+
+def local_shard(value: Any) -> torch.Tensor:
+    """This rank's only shard of a ShardedTensor, or nothing."""
+    shards = value.local_shards()
+    if shards:
+        shard: torch.Tensor = shards[0].tensor
+        return shard
+    return torch.empty(0, dtype=value.metadata().tensor_properties.dtype)
+
+
+def own_numel(numel: int, group: Group) -> int:
+    """How many of a flat tensor's elements lie in this rank's shard, padding left out."""
+    rows = Rows.of(numel, group.rank, group.size)
+    return rows.end - rows.start
+
+
+def gather_chunks(
+    group: Group,
+    name: str,
+    device: torch.device,
+    shapes: Sequence[Sequence[int]],
+    locals_: Sequence[torch.Tensor],
+) -> list[Any]:
+    """Tensors of these shapes on ``device``, from the chunks of all ranks, in one launch.
+
+    ``name`` says to the ranks, and in errors, what they are about to gather.
+    """
+    if group.size == 1:
+        return list(locals_)
+    outputs: list[torch.Tensor] = []
+    inputs: list[torch.Tensor] = []
+    for shape, local in zip(shapes, locals_, strict=True):
+        step = -(-shape[0] // group.size) * math.prod(shape[1:])
+        padded = torch.zeros(step, dtype=local.dtype, device=device)
+        padded[: local.numel()].copy_(local.reshape(-1))
+        inputs.append(padded)
+        outputs.append(torch.empty(step * group.size, dtype=local.dtype, device=device))
+    group.wait(*group.gather(outputs, inputs, name))
+    return [
+        output[: math.prod(shape)].view(shape)
+        for output, shape in zip(outputs, shapes, strict=True)
+    ]
+
+
+def check_gatherable(value: Any) -> None:
+    """Refuse (ValueError) a ShardedTensor that :func:`gather_whole` cannot put together."""
+    if hasattr(value, "local_shards"):
+        local_rows(value, group_for(value._process_group))
+
+
+def gather_whole(value: Any, name: str, device: torch.device) -> torch.Tensor:
+    """The whole of a sharded tensor on ``device``; all ranks that have chunks of it call this."""
+    whole: torch.Tensor
+    if hasattr(value, "to_local"):
+        # A DTensor may lie in the host's memory, where the backend of its mesh cannot reach it.
+        whole = value.to(value.device_mesh.device_type).full_tensor()
+        return whole.to(device)
+    group = group_for(value._process_group)
+    rows = local_rows(value, group)
+    group.begin_pass("gather a sharded tensor", name)
+    kinds = [kind.type for kind in group.group._device_types]
+    place = device if device.type in kinds else torch.device(kinds[0])
+    (whole,) = gather_chunks(group, name, place, [shape_of(value)], [rows])
+    return whole.to(device)
