@@ -1,7 +1,7 @@
 """fullshard: fully sharded data parallelism for PyTorch.
 
 The names are those of ``torch.distributed.fsdp``; ``fullshard.wrap`` has those of its ``wrap``.
-What belongs to ``fully_shard``, which is no part of fullshard, is torch's own here, too.
+What is left of torch's own is found under the same names here, too.
 """
 
 import importlib
@@ -31,6 +31,14 @@ from .grad.scaler import ShardedGradScaler
 from .state.optim.template import optim_state_template
 
 if TYPE_CHECKING:
+    from .per_parameter.fully_shard import fully_shard
+    from .per_parameter.module import FSDPModule
+    from .per_parameter.policies import (
+        CPUOffloadPolicy,
+        DataParallelMeshDims,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+    )
     from .state.checkpoint import (
         Checkpoint,
         CheckpointError,
@@ -45,8 +53,11 @@ if TYPE_CHECKING:
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CPUOffloadPolicy",
     "Checkpoint",
     "CheckpointError",
+    "DataParallelMeshDims",
+    "FSDPModule",
     "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
@@ -54,6 +65,8 @@ __all__ = [
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "RanksDisagreeError",
@@ -67,6 +80,7 @@ __all__ = [
     "StateDictType",
     "UnshardHandle",
     "export_safetensors",
+    "fully_shard",
     "latest",
     "load",
     "optim_state_template",
@@ -77,13 +91,19 @@ __all__ = [
 
 __version__ = "0.1.0.dev0"
 
-# torch.distributed.checkpoint imports torch.distributed.fsdp, which takes its time: what is built
-# on it waits until it is used.
+# torch.distributed.checkpoint imports torch.distributed.fsdp, which takes its time, as DTensors do:
+# what is built on them waits until it is used.
 _WHEN_USED = {
+    "CPUOffloadPolicy": "per_parameter.policies",
     "Checkpoint": "state.checkpoint",
     "CheckpointError": "state.checkpoint",
+    "DataParallelMeshDims": "per_parameter.policies",
+    "FSDPModule": "per_parameter.module",
+    "MixedPrecisionPolicy": "per_parameter.policies",
+    "OffloadPolicy": "per_parameter.policies",
     "SaveHandle": "state.checkpoint",
     "export_safetensors": "state.checkpoint.export",
+    "fully_shard": "per_parameter.fully_shard",
     "latest": "state.checkpoint",
     "load": "state.checkpoint",
     "resume": "state.checkpoint",
@@ -91,15 +111,7 @@ _WHEN_USED = {
 }
 
 #: What torch has beside its wrapper: not ours, and found under the same names.
-_OF_TORCH = {
-    "CPUOffloadPolicy",
-    "DataParallelMeshDims",
-    "FSDPModule",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "fully_shard",
-    "share_comm_ctx",
-}
+_OF_TORCH = {"share_comm_ctx"}
 
 
 def __getattr__(name: str) -> Any:

@@ -490,10 +490,13 @@ class UnshardHandle:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let calls of ``module``'s method run with the unit's full parameters in place.
 
-    ``module`` is a wrapper; on any other module nothing happens. The method is then a forward of
-    the unit: it can be called through the wrapper or on the wrapped module, with gradients or
-    without.
+    ``module`` is a wrapper, or ``fully_shard`` was applied to it; on any other nothing happens.
+    The method is then a forward of the unit: it can be called through the wrapper or on the wrapped
+    module, with gradients or without.
     """
+    in_place: Any = getattr(type(module), "_register_forward_method", None)
+    if in_place is not None:
+        in_place(module, method_name)
     if not isinstance(module, FullyShardedDataParallel):
         return
     method = getattr(module.module, method_name, None)

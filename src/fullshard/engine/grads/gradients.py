@@ -22,6 +22,8 @@ from ..comm.collectives import Group, as_real
 from ..comm.streams import streams_for
 from ..params.buffers import ReduceBuffer
 from ..params.flat_param import FlatParamHandle, check_shape
+from ..params.row_buffers import RowReduceBuffer
+from ..params.row_handle import RowHandle
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -124,7 +126,10 @@ def stage(handle: FlatParamHandle, gradients: Gradients) -> ReduceInput:
         places = [p for p, g in zip(places, gradients, strict=True) if g is not None]
         trainable = handle.trainable
         absent = [index for index in absent if trainable[index]]
-    _copy(places, present)
+    if isinstance(buffer, RowReduceBuffer):
+        _copy_rows(buffer, gradients)
+    else:
+        _copy(places, present)
     if handle.use_orig_params and present:
         # All by a grid, which takes no memory of the device; on a host indices are faster.
         by_grid = pattern is None and flat.device.type != "cpu"
@@ -144,6 +149,11 @@ def _copy(places: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         # Embeddings may make sparse ones. Asking each gradient first would cost every step.
         dense = [g.to_dense() if g.is_sparse else g for g in gradients]
         torch._foreach_copy_(places, dense)
+
+
+def _copy_rows(buffer: RowReduceBuffer, gradients: Gradients) -> None:
+    if buffer.flat.device.type == "cpu" or not buffer.fill(gradients):
+        _copy(*buffer.copies(gradients))
 
 
 class Reducing(NamedTuple):
@@ -186,6 +196,8 @@ class PossiblyUnused(NamedTuple):
     handle: FlatParamHandle
     slot: int
     gradient: torch.Tensor
+    #: Where the negative zeros are looked for: a gradient without elements tells nothing.
+    witness: torch.Tensor
 
 
 def deliver(
@@ -208,14 +220,15 @@ def deliver(
         return []
     missing = set(absent)
     _add(handle, [(handle.params[i], piece) for i, piece in cut if i not in missing])
-    return [PossiblyUnused(handle, i, piece) for i, piece in cut if i in missing]
+    undecided = [(i, piece) for i, piece in cut if i in missing]
+    return [PossiblyUnused(handle, i, p, handle.witness(reduced, i, p)) for i, p in undecided]
 
 
 def settle(undecided: Sequence[PossiblyUnused]) -> None:
     """Deliver those gradients that some rank has; the others stay as they are."""
     if not undecided:
         return
-    parts = [as_real(maybe.gradient) for maybe in undecided]
+    parts = [as_real(maybe.witness) for maybe in undecided]
     absent = torch.stack([(part.signbit() & (part == 0)).all() for part in parts])
     answers = zip(undecided, absent.tolist(), strict=True)
     accept([maybe for maybe, is_absent in answers if not is_absent])
@@ -223,7 +236,7 @@ def settle(undecided: Sequence[PossiblyUnused]) -> None:
 
 def accept(found: Sequence[PossiblyUnused]) -> None:
     """Put gradients on their parameters that some rank turned out to have."""
-    for handle, slot, gradient in found:
+    for handle, slot, gradient, _ in found:
         _add(handle, [(handle.params[slot], gradient)])
 
 
@@ -231,15 +244,20 @@ def _add(handle: FlatParamHandle, pairs: Sequence[tuple[nn.Parameter, torch.Tens
     old: list[torch.Tensor] = []
     new: list[torch.Tensor] = []
     handle.received.extend(map(operator.itemgetter(0), pairs))
+    by_rows = handle if isinstance(handle, RowHandle) else None
     for parameter, gradient in pairs:
         if not parameter.requires_grad:
             continue
         if parameter.grad is None:
-            set_gradient(parameter, gradient)
+            if by_rows is not None:
+                parameter.grad = by_rows.distributed(parameter, gradient)
+            else:
+                set_gradient(parameter, gradient)
         else:
-            if parameter.grad.shape != gradient.shape:
-                check_shape("gradient", handle.where(parameter), gradient, parameter.grad)
-            old.append(parameter.grad)
+            found = parameter.grad if by_rows is None else by_rows.local_gradient(parameter)
+            if found.shape != gradient.shape:
+                check_shape("gradient", handle.where(parameter), gradient, found)
+            old.append(found)
             new.append(gradient)
     if old:
         if handle.offload:
@@ -298,7 +316,13 @@ def _step_in_backward(handle: FlatParamHandle) -> None:
 
 
 def keep_local(handle: FlatParamHandle, gradients: Gradients) -> None:
-    """Add unreduced gradients, whole and in compute precision, to those the user sees."""
+    """Add unreduced gradients, whole and in compute precision, to those the user sees.
+
+    A user of ``fully_shard`` sees reduced gradients only: there they are kept aside.
+    """
+    if isinstance(handle, RowHandle):
+        handle.unreduced = _accumulate(handle.unreduced, gradients)
+        return
     if not handle.local_gradients:
         _make_whole(handle)
         handle.local_gradients = True
@@ -316,6 +340,9 @@ def keep_local(handle: FlatParamHandle, gradients: Gradients) -> None:
 
 def take_local(handle: FlatParamHandle, gradients: Gradients) -> Gradients:
     """``gradients`` plus those kept locally before, which the user sees no longer."""
+    if isinstance(handle, RowHandle) and handle.unreduced:
+        kept, handle.unreduced = handle.unreduced, []
+        return _accumulate(kept, gradients)
     if not handle.local_gradients:
         return gradients
     handle.local_gradients = False
@@ -329,6 +356,21 @@ def take_local(handle: FlatParamHandle, gradients: Gradients) -> Gradients:
             return gradients
         kept = [flat.as_strided(s.shape, s.stride, s.offset) for s in handle.layout.slots]
     return [_sum(old, new) for old, new in zip(kept, gradients, strict=True)]
+
+
+def _accumulate(kept: Gradients, gradients: Gradients) -> list[torch.Tensor | None]:
+    """The sums of ``kept`` ones, which are changed, and of others, which are not."""
+    if not kept:
+        kept = [None] * len(gradients)
+    pairs = zip(kept, gradients, strict=True)
+    return [_copy_of(new) if old is None else _sum(old, new) for old, new in pairs]
+
+
+def _copy_of(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """A dense copy: autograd may hand the same tensor to somebody else as well."""
+    if gradient is None:
+        return None
+    return gradient.to_dense() if gradient.is_sparse else gradient.clone()
 
 
 def _sum(old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:

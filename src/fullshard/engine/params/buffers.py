@@ -83,6 +83,10 @@ class FullBuffer(FlatBuffer):
 
     #: Whether the buffer is the shard itself.
     is_standing = False
+    #: Whether an all-gather fills memory beside the buffer, from which :meth:`copy_out` copies.
+    is_copied_out = False
+    #: What an all-gather fills.
+    gather_output: torch.Tensor
 
     def __init__(
         self,
@@ -99,8 +103,12 @@ class FullBuffer(FlatBuffer):
     def _make_views(self, layout: Layout) -> None:
         start = self._rank * layout.shard_numel
         self.own = self.alias[start : start + layout.shard_numel]
+        self.gather_output = self.alias
         self.views = [self.flat.as_strided(s.shape, s.stride, s.offset) for s in layout.slots]
         self.shown = as_shown(self.views, self._distributions)
+
+    def copy_out(self) -> None:
+        """Bring what was gathered to where full parameters are; nothing, where it is there."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in this buffer, so that it dies with it."""

@@ -453,12 +453,24 @@ class FlatParamHandle:
         parts = flat.split_with_sizes(self._cut_sizes)
         return [(index, parts[position]) for index, position in self._cut_positions]
 
+    def witness(self, reduced: torch.Tensor, index: int, piece: torch.Tensor) -> torch.Tensor:
+        """The part of a reduced shard that tells whether any rank has a parameter's gradient."""
+        return piece
+
+    def keep_changes(self, buffer: FullBuffer) -> None:
+        """Let the shard have what was done to the full parameters in ``buffer``."""
+        self.shard_tensor.data.copy_(buffer.own)
+
     # -- the user's view ----------------------------------------------------------------------
 
     @property
     def keeps_local_gradients(self) -> bool:
         """Whether there are unreduced gradients: the user may have cleared them since."""
         return self.local_gradients and any(p.grad is not None for p in self.watched)
+
+    def versions(self) -> list[int]:
+        """Counts of in-place changes to the parameters that the user holds."""
+        return [parameter._version for parameter in self.watched]
 
     @property
     def trainable(self) -> tuple[bool, ...]:

@@ -209,6 +209,11 @@ class Layout:
             position = max(position, end)
         return tuple(gaps)
 
+    def piece_starts(self, present: Sequence[bool] | None) -> list[int]:
+        """Where each rank's piece of each present parameter begins; None for all of them."""
+        chosen = (s for i, s in enumerate(self.slots) if present is None or present[i])
+        return [start for slot in chosen for start in starts_in(slot, self.shard_numel)]
+
     def metadata(self, pieces: Sequence[Piece]) -> FlatParamShardMetadata:
         """Describe ``pieces`` (one per parameter) by name; parameters outside are left out."""
         inside = [(slot, piece) for slot, piece in zip(self.slots, pieces, strict=True) if piece[0]]
@@ -225,6 +230,13 @@ class Layout:
 def alignment_elements(itemsize: int) -> int:
     """How many elements of ``itemsize`` bytes make up one alignment step."""
     return max(1, ALIGNMENT_BYTES // itemsize)
+
+
+def starts_in(slot: Slot, size: int) -> list[int]:
+    """Where the pieces of one parameter begin, for ranks that have ``size`` elements each."""
+    if not slot.numel:
+        return []
+    return [slot.offset, *range((slot.offset // size + 1) * size, slot.end, size)]
 
 
 def _intersect(slot: Slot, start: int, end: int) -> Piece:

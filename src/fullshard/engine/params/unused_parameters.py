@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .layout import Layout, Slot
+from .layout import Layout, starts_in
 
 #: Combinations of gradients that are there and not for which a group keeps marks.
 _PATTERNS_KEPT = 64
@@ -71,8 +71,7 @@ def _marks_at(starts: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 def piece_starts(layout: Layout, present: Sequence[bool] | None) -> list[int]:
     """Where each rank's piece of each present parameter begins; None for all of them."""
-    chosen = (s for i, s in enumerate(layout.slots) if present is None or present[i])
-    return [start for slot in chosen for start in _starts_in(slot, layout.shard_numel)]
+    return layout.piece_starts(present)
 
 
 class UnusedParameterGrid(NamedTuple):
@@ -94,7 +93,7 @@ def find_grid(layout: Layout) -> UnusedParameterGrid | None:
     pieces = [
         (start, min(slot.end, (start // layout.shard_numel + 1) * layout.shard_numel))
         for slot in layout.slots
-        for start in _starts_in(slot, layout.shard_numel)
+        for start in starts_in(slot, layout.shard_numel)
     ]
     if not pieces:
         return None
@@ -104,10 +103,3 @@ def find_grid(layout: Layout) -> UnusedParameterGrid | None:
     ]
     best = min(grids, key=lambda grid: len(grid.beside))
     return best if len(best.beside) <= _FEW else None
-
-
-def _starts_in(slot: Slot, size: int) -> list[int]:
-    """Where the pieces of one parameter begin, for ranks that have ``size`` elements each."""
-    if not slot.numel:
-        return []
-    return [slot.offset, *range((slot.offset // size + 1) * size, slot.end, size)]

@@ -279,7 +279,14 @@ class Backward:
             unit.reduction.reduce()
 
     def _prefetch(self, unit: Unit) -> None:
-        """Gather the unit that ran before ``unit`` in forward: it is next in backward."""
+        """Gather the unit that ran before ``unit`` in forward: it is next in backward.
+
+        Or those that the user asked for.
+        """
+        if unit.prefetch_in_backward is not None:
+            for asked_for in unit.prefetch_in_backward:
+                self._unsharded.prefetch(asked_for, exact=False)
+            return
         cursor = min(self._cursor, len(self._passed)) - 1
         while cursor >= 0 and self._passed[cursor][0] is not unit:
             cursor -= 1

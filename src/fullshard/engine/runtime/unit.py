@@ -84,10 +84,14 @@ class Unit:
         self.on_gradients: Callable[[Unit, Sequence[Gradients]], None] | None = None
         #: The user's functions that are called before a forward of the unit.
         self.pre_hooks: Mapping[int, Any] = {}
+        #: The units that the user asked to be prefetched when a backward reaches this one.
+        self.prefetch_in_backward: Sequence[Unit] | None = None
         self.reduction = Reduction(self)
         self._gathers: list[PendingWork] = []
         #: Whether the gather in flight fills a buffer without a collective.
         self._copies_shards = False
+        #: Whether what the gather in flight brings has to be copied to the full parameters.
+        self._copies_out = False
         #: The full buffers in use, one per group; empty while sharded.
         self.gathered: list[FullBuffer] = []
         #: Whether full parameters are shown by ``summon_full_params``.
@@ -110,6 +114,7 @@ class Unit:
         return {
             **self.__dict__,
             "on_gradients": None,
+            "prefetch_in_backward": None,
             "pre_hooks": {},
             "joining": None,
             "_gathers": [],
@@ -152,7 +157,7 @@ class Unit:
 
     def versions(self) -> list[int]:
         """Counts of in-place changes to the parameters that the user holds."""
-        return [p._version for handle in self.handles for p in handle.watched]
+        return [version for handle in self.handles for version in handle.versions()]
 
     def forget_views(self) -> None:
         """Drop what was derived from buffers that no longer exist."""
@@ -171,7 +176,7 @@ class Unit:
         self.gathered = [handle.buffer(self._dtype(handle, exact)) for handle in self.handles]
         outputs: list[torch.Tensor] = []
         inputs: list[torch.Tensor] = []
-        self._copies_shards = False
+        self._copies_shards = self._copies_out = False
         streams.take_again(self.gathered)
         streams.gather_may_write()
         with streams.on_gather():
@@ -183,7 +188,8 @@ class Unit:
                         self._copies_shards = True
                 elif handle.layout.padded_numel > 0:
                     inputs.append(handle.gather_input(buffer))
-                    outputs.append(buffer.alias)
+                    outputs.append(buffer.gather_output)
+                    self._copies_out = self._copies_out or buffer.is_copied_out
             if outputs:
                 self._gathers = self.shards.gather(outputs, inputs, self.name)
         self.state = State.GATHERING
@@ -197,14 +203,22 @@ class Unit:
         """Make the full buffers usable by compute."""
         if self.state is not State.GATHERING:
             return
-        if self._copies_shards:
+        if self._copies_shards or self._copies_out:
             with self.streams.on_gather():
                 self._wait()
+                if self._copies_out:
+                    self._copy_out()
             self.streams.compute_after_gather()
         elif self._gathers:
             # Orders compute behind the collective, which was itself ordered behind its inputs.
             self._wait()
         self.state = State.GATHERED
+
+    def _copy_out(self) -> None:
+        """Bring what was gathered from the order of ranks to that of parameters."""
+        with torch.no_grad():
+            for buffer in self.gathered:
+                buffer.copy_out()
 
     @property
     def holds_a_copy(self) -> bool:
@@ -305,7 +319,7 @@ class Unit:
                     f"(unit {self.name!r}, which computes in {buffer.flat.dtype}: the change would "
                     "lose precision); change them before forward, or in summon_full_params"
                 )
-            handle.shard_tensor.data.copy_(buffer.own)
+            handle.keep_changes(buffer)
         self._changes = []
 
     def keep_changes_so_far(self) -> None:

@@ -1,0 +1,215 @@
+"""Full parameters and gradients of parameters that ranks share by rows.
+
+What an all-gather brings, and what a reduce-scatter takes, lies in another order than full
+parameters do: see ``row_layout.py``. One multi-tensor copy after the one and before the other, by
+views that are made once, leads from order to order.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .buffers import FullBuffer, ReduceBuffer
+from .layout import Layout
+from .row_layout import RowLayout
+
+
+class RowFullBuffer(FullBuffer):
+    """Full parameters, and the memory that an all-gather of them fills.
+
+    That memory lasts from the beginning of an all-gather to its end; the full parameters' own is
+    taken when what was gathered is copied there.
+    """
+
+    is_copied_out = True
+
+    def _make_views(self, layout: Layout) -> None:
+        assert isinstance(layout, RowLayout)
+        super()._make_views(layout)
+        gathered = torch.empty_like(self.flat)
+        self._gathered = gathered.untyped_storage()
+        self.gather_output = gathered
+        self.own = gathered[layout.shard_numel * self._rank :][: layout.shard_numel]
+        self._sources = _by_rank(gathered, layout)
+        self._places = _by_parameter(self.alias, layout)
+        self._sizes = _sizes(layout)
+        self._whole_places = _padded_by_parameter(self.alias, layout) if self._sizes else []
+        self._rows = gathered.view(layout.world_size, layout.shard_numel)
+        self._gathered.resize_(0)
+
+    def allocate(self) -> None:
+        self._gathered.resize_(self._nbytes)
+
+    def copy_out(self) -> None:
+        """Bring what was gathered to where full parameters are, and give its memory back."""
+        super().allocate()
+        if self._sizes and self.flat.device.type != "cpu":
+            # One kernel; on a host it takes many times as long as the copies below.
+            torch.split_with_sizes_copy(self._rows, self._sizes, dim=1, out=self._whole_places)
+        else:
+            torch._foreach_copy_(self._places, self._sources)
+        self._gathered.resize_(0)
+
+    def release(self) -> None:
+        self._gathered.resize_(0)
+        super().release()
+
+
+class RowReduceBuffer(ReduceBuffer):
+    """Full gradients in the order of ranks; ``places`` have all ranks' room for a parameter."""
+
+    def _make_views(self, layout: Layout) -> None:
+        assert isinstance(layout, RowLayout)
+        self._layout = layout
+        rows = self.alias.view(layout.world_size, layout.shard_numel)
+        self.places = [rows[:, c.offset : c.offset + c.numel] for c in layout.chunks]
+        self._cuts = [_Cut(layout, index, rows) for index in range(len(layout.chunks))]
+        self._rows = rows
+        sizes = _sizes(layout)
+        self._by_rows = sizes is not None and all(chunk.numel for chunk in layout.chunks)
+        #: Zeros for the alignment gaps, by the dtype of the gradients that they go between.
+        self._fillers: dict[torch.dtype, list[torch.Tensor]] = {}
+
+    def fill(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Copy all gradients in one operation, padding with zeros; False if that cannot be.
+
+        For accelerators: on a host it takes many times as long as one copy per gradient.
+        """
+        if not self._by_rows or any(g is None or g.layout is not torch.strided for g in gradients):
+            return False
+        # Uninitialised gaps would do, but operation and buffer have to agree on every element.
+        parts = self._with_gaps([g for g in gradients if g is not None])
+        torch._chunk_cat(parts, 0, len(self._rows), out=self._rows)
+        return True
+
+    def _with_gaps(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        layout = self._layout
+        assert isinstance(layout, RowLayout)
+        dtype = gradients[0].dtype
+        if dtype not in self._fillers:
+            ends = [0, *(c.offset + c.numel for c in layout.chunks)]
+            widths = [c.offset - end for c, end in zip(layout.chunks, ends, strict=False)]
+            zeros = functools.partial(torch.zeros, dtype=dtype, device=self.flat.device)
+            self._fillers[dtype] = [zeros(layout.world_size, width) for width in widths]
+        filled: list[torch.Tensor] = []
+        for gap, gradient in zip(self._fillers[dtype], gradients, strict=True):
+            filled += [gap, gradient] if gap.numel() else [gradient]
+        return filled
+
+    def copies(
+        self, gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Where to copy gradients to, and the parts of them to copy there."""
+        places: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for cut, gradient in zip(self._cuts, gradients, strict=True):
+            if gradient is not None:
+                places += cut.places
+                sources += cut.parts_of(gradient)
+        return places, sources
+
+    def mark_all(self) -> bool:
+        return False
+
+
+class _Cut:
+    """How a full gradient is cut into what goes where in a reduce buffer."""
+
+    def __init__(self, layout: RowLayout, index: int, rows: torch.Tensor) -> None:
+        chunk, shape = layout.chunks[index], layout.slots[index].shape
+        self._shape = shape
+        columns = rows[:, chunk.offset : chunk.offset + chunk.numel]
+        self._ranks, self._columns = layout.world_size, chunk.numel
+        self._dim, self._size = chunk.dim, chunk.size
+        self._is_even = chunk.size * layout.world_size == shape[chunk.dim]
+        if chunk.dim != 0:
+            split = (layout.world_size, *shape[: chunk.dim], chunk.size, *shape[chunk.dim + 1 :])
+            self.places = [_unflatten_columns(columns, split)]
+        elif self._is_even:
+            self.places = [columns]
+        else:
+            whole = shape[0] // chunk.size if chunk.size else 0
+            self._whole_rows = whole * chunk.size
+            rest = math.prod(shape) - whole * chunk.numel
+            self.places = [columns[:whole]]
+            if rest:
+                self.places.append(columns[whole, :rest])
+
+    def parts_of(self, gradient: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of ``gradient``, one for each of the places."""
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        if self._dim != 0:
+            split = (*self._shape[: self._dim], self._ranks, self._size)
+            apart = gradient.reshape(*split, *self._shape[self._dim + 1 :])
+            return [apart.movedim(self._dim, 0)]
+        if self._is_even:
+            return [gradient.reshape(self._ranks, self._columns)]
+        whole = gradient[: self._whole_rows].reshape(len(self.places[0]), self._columns)
+        if len(self.places) == 1:
+            return [whole]
+        return [whole, gradient[self._whole_rows :].reshape(-1)]
+
+
+def _unflatten_columns(columns: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Columns of a matrix with their contiguous content seen as ``shape[1:]``."""
+    inner = torch.empty(tuple(shape[1:]), device="meta").stride()
+    return columns.as_strided(tuple(shape), (columns.stride(0), *inner), columns.storage_offset())
+
+
+def _by_rank(gathered: torch.Tensor, layout: RowLayout) -> list[torch.Tensor]:
+    """Each parameter in what was all-gathered: ranks first, then the rank's chunk."""
+    rows = gathered.view(layout.world_size, layout.shard_numel)
+    views: list[torch.Tensor] = []
+    for chunk, slot in zip(layout.chunks, layout.slots, strict=True):
+        columns = rows[:, chunk.offset : chunk.offset + chunk.numel]
+        if chunk.dim != 0:
+            shape = slot.shape
+            split = (layout.world_size, *shape[: chunk.dim], chunk.size, *shape[chunk.dim + 1 :])
+            columns = _unflatten_columns(columns, split)
+        views.append(columns)
+    return views
+
+
+def _by_parameter(flat: torch.Tensor, layout: RowLayout) -> list[torch.Tensor]:
+    """The same elements as :func:`_by_rank` has, in the full buffer."""
+    views = _padded_by_parameter(flat, layout, gaps=False)
+    for index, (chunk, slot) in enumerate(zip(layout.chunks, layout.slots, strict=True)):
+        if chunk.dim != 0:
+            shape = slot.shape
+            split = (*shape[: chunk.dim], layout.world_size, chunk.size, *shape[chunk.dim + 1 :])
+            views[index] = views[index].view(split).movedim(chunk.dim, 0)
+    return views
+
+
+def _padded_by_parameter(
+    flat: torch.Tensor, layout: RowLayout, gaps: bool = True
+) -> list[torch.Tensor]:
+    """The full buffer cut at each parameter, and at each gap, with the ranks' rows apart."""
+    views: list[torch.Tensor] = []
+    ranks, position = layout.world_size, 0
+    for chunk in layout.chunks:
+        if gaps and chunk.offset > position:
+            views.append(flat[ranks * position : ranks * chunk.offset].view(ranks, -1))
+        position = chunk.offset + chunk.numel
+        room = flat[ranks * chunk.offset : ranks * position]
+        views.append(room.view(ranks, chunk.numel))
+    return views
+
+
+def _sizes(layout: RowLayout) -> list[int] | None:
+    """How to cut a shard at each parameter and each gap; None where some are not cut by rows."""
+    sizes: list[int] = []
+    position = 0
+    for chunk in layout.chunks:
+        if chunk.dim != 0:
+            return None
+        if chunk.offset > position:
+            sizes.append(chunk.offset - position)
+        sizes.append(chunk.numel)
+        position = chunk.offset + chunk.numel
+    return sizes

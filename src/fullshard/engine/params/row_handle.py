@@ -1,0 +1,355 @@
+"""RowHandle: one group of parameters of which every rank holds rows, shown as DTensors.
+
+The counterpart of ``FlatParamHandle`` for ``fully_shard``, with the same interface to a unit. What
+differs is where elements lie (``row_layout.py``), and what users hold: one DTensor per parameter,
+whose local part is a view of this rank's shard, as the local parts of gradients are of reduced
+ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...api import ShardingStrategy
+from ..comm.streams import streams_for
+from .buffers import FullBuffer, ShardBackedBuffer
+from .flat_param import FlatParamHandle, parameter_at
+from .layout import alignment_elements
+from .locations import ParameterLocation
+from .row_buffers import RowFullBuffer, RowReduceBuffer
+from .row_layout import RowLayout
+from .tensor_parallel import Distribution, distributions_of, is_distributed
+
+_LOCAL = operator.attrgetter("_local_tensor")
+_VERSION = operator.attrgetter("_version")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowSharding:
+    """How users see one parameter: a DTensor on ``mesh``, cut along ``dim`` among the others.
+
+    ``placements`` include those of tensor parallelism; ``shape`` and ``stride`` are the whole
+    parameter's.
+    """
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    dim: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def assemble(self, local: torch.Tensor) -> Any:
+        """The DTensor of which ``local`` is this rank's part; shares its memory."""
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
+        )
+
+
+class RowHandle(FlatParamHandle):
+    """Owns the memory of one group of parameters that are sharded by rows.
+
+    ``params`` are replaced in their modules by DTensors on construction.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        module: nn.Module,
+        device: torch.device,
+        strategy: ShardingStrategy,
+        offload: bool,
+        dtypes: tuple[torch.dtype | None, torch.dtype | None],
+        process_group: Any,
+        *,
+        places: dict[Any, list[ParameterLocation]],
+        shardings: Sequence[RowSharding],
+        distributions: Mapping[nn.Parameter, Distribution] | None = None,
+    ) -> None:
+        self.module = module
+        self.device = device
+        self.strategy = strategy
+        self.keep_low_precision_grads = False
+        self.use_orig_params = True
+        self.offload = offload and device.type != "cpu"
+        self.skip_writeback_check = False
+        self.is_sharded = True
+        self.local_gradients = False
+        self.received: list[nn.Parameter] = []
+        #: Full gradients that are not reduced yet (``set_requires_gradient_sync(False)``).
+        self.unreduced: list[torch.Tensor | None] = []
+        self.rank: int = process_group.rank()
+        self._mixed_precision = dtypes
+        self._buffers: dict[torch.dtype, FullBuffer] = {}
+        self._reduce_buffers = {}
+        self._presence = None
+        self.places = [places[p] for p in params]
+        self.shardings = list(shardings)
+        self.distributions = distributions_of(params, distributions or {})
+        self._set_dtypes(params[0].dtype)
+        self.layout: RowLayout = RowLayout.pack_rows(
+            [found[0].path for found in self.places],
+            [p.shape for p in params],
+            [sharding.dim for sharding in shardings],
+            world_size=process_group.size(),
+            alignment=alignment_elements(self.dtypes.compute.itemsize),
+        )
+        self.pieces = self.layout.pieces(self.rank)
+        self._chunk_shapes = [
+            self.layout.chunk_shape(index, self.rank) for index in range(len(self.layout.slots))
+        ]
+        self._sizes, self._positions = self._cuts()
+        # Not imported with this file: who does not use DTensors is spared the second it takes.
+        self._dtensor: Any = importlib.import_module("torch.distributed.tensor").DTensor
+        self._shard_originals(params)
+
+    def _cuts(self) -> tuple[list[int], list[int]]:
+        """Sizes that cut a shard at its pieces' ends, and which part is which parameter's."""
+        sizes: list[int] = []
+        positions: list[int] = []
+        end = 0
+        for piece in (*self.pieces, None):
+            start = self.layout.shard_numel if piece is None else piece.offset
+            if start > end:
+                sizes.append(start - end)
+            if piece is not None:
+                positions.append(len(sizes))
+                sizes.append(piece.numel)
+                end = piece.offset + piece.numel
+        return sizes, positions
+
+    def _shard_originals(self, originals: Sequence[nn.Parameter]) -> None:
+        first = originals[0]
+        shard = streams_for(first.device).lasting_zeros(self.layout.shard_numel, first.dtype)
+        if self.offload:
+            shard = streams_for(self.device).rest_on_host(shard)
+        self.shard_tensor = shard
+        self.sharded = self._views_of(shard)
+        self.params = []
+        with torch.no_grad():
+            for index, original in enumerate(originals):
+                view = self.sharded[index]
+                if not original.is_meta:
+                    view.copy_(self._own_chunk(index, original))
+                whole = self.shardings[index].assemble(view)
+                parameter = nn.Parameter(whole, requires_grad=original.requires_grad)
+                for name, value in vars(original).items():
+                    setattr(parameter, name, value)
+                self.params.append(parameter)
+        self._bind()
+
+    def _own_chunk(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a whole parameter."""
+        chunk = self.layout.chunks[index]
+        rows = self._chunk_shapes[index][chunk.dim]
+        start = min(self.rank * chunk.size, whole.shape[chunk.dim])
+        return whole.detach().narrow(chunk.dim, start, rows)
+
+    def _views_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        pairs = zip(self.pieces, self._chunk_shapes, strict=True)
+        return [shard[p.offset : p.offset + p.numel].view(shape) for p, shape in pairs]
+
+    # -- sharding -----------------------------------------------------------------------------
+
+    def adopt_shard(self, shard: torch.Tensor) -> None:
+        """Let ``shard`` be the persistent storage; parameters and buffers follow."""
+        self.shard_tensor = shard
+        self.forget_buffers()
+        self._set_dtypes(shard.dtype)
+        self.sharded = self._views_of(shard)
+        self._bind()
+
+    def _describe(self) -> None:
+        for parameter in self.params:
+            parameter._fullshard_unit = type(self.module).__name__  # type: ignore[attr-defined]
+
+    def _bind(self) -> None:
+        """Let every parameter's local part be its view of the shard, and show it."""
+        self._describe()
+        for parameter, view in zip(self.params, self.sharded, strict=True):
+            parameter._local_tensor = view  # type: ignore[attr-defined]
+        pairs = [
+            (*pair, index)
+            for index, places in enumerate(self.places)
+            for place in places
+            for pair in place.containers(True)
+        ]
+        self._containers = [container for container, _, _ in pairs]
+        self._keys = [key for _, key, _ in pairs]
+        self._indices = [index for _, _, index in pairs]
+        self._remember()
+        self.show_sharded()
+
+    def _remember(self) -> None:
+        """Keep what is compared, before each use, with what the user may have replaced."""
+        self._visible = [self.params[index] for index in self._indices]
+        self.watched = self.params
+        self._expected = self.sharded
+
+    # -- write-back ---------------------------------------------------------------------------
+
+    def write_back(self) -> bool:
+        """Take over parameters, or their local parts, that the user replaced since the last use.
+
+        ``load_state_dict(assign=True)``, ``to_empty`` and ``to`` do, and users may. Returns whether
+        there were any.
+        """
+        found = map(operator.getitem, self._containers, self._keys)
+        try:
+            same = not any(map(operator.is_not, found, self._visible))
+        except KeyError:
+            # Something was removed; what, is told below.
+            same = False
+        if same and not any(map(operator.is_not, map(_LOCAL, self.params), self.sharded)):
+            return False
+        self._take_over_parameters()
+        return True
+
+    def _take_over_parameters(self) -> None:
+        with torch.no_grad():
+            locals_: list[torch.Tensor] = []
+            for index, places in enumerate(self.places):
+                old = self.params[index]
+                found = [parameter_at(place) for place in places]
+                new = next((parameter for parameter in found if parameter is not old), old)
+                self.params[index] = self._as_sharded(index, new)
+                locals_.append(_LOCAL(self.params[index]))
+            self._adopt_locals(locals_)
+
+    def _as_sharded(self, index: int, parameter: Any) -> Any:
+        """``parameter`` if it is sharded as its place wants it, or its own rows if it is whole."""
+        sharding, path = self.shardings[index], self.places[index][0].path
+        if is_distributed(parameter):
+            same = parameter.device_mesh == sharding.mesh
+            if not same or tuple(parameter.placements) != sharding.placements:
+                raise RuntimeError(
+                    f"Parameter {path!r} was replaced by a DTensor with placements "
+                    f"{parameter.placements} on {parameter.device_mesh}, but fully_shard placed "
+                    f"it with {sharding.placements} on {sharding.mesh}. Redistribute it: "
+                    "new.redistribute(old.device_mesh, old.placements)"
+                )
+            self._check_shape(path, sharding.shape, parameter.shape)
+            return parameter
+        if self.distributions and self.distributions[index] is not None:
+            raise RuntimeError(
+                f"Parameter {path!r}, which is tensor-parallel, was replaced by a plain tensor: "
+                "replace it by a DTensor with the mesh and placements of the old one"
+            )
+        self._check_shape(path, sharding.shape, parameter.shape)
+        local = self._own_chunk(index, parameter).clone()
+        return nn.Parameter(sharding.assemble(local), requires_grad=parameter.requires_grad)
+
+    @staticmethod
+    def _check_shape(path: str, expected: torch.Size, given: torch.Size) -> None:
+        if expected != given:
+            raise RuntimeError(
+                f"Parameter {path!r} was replaced by one of shape {tuple(given)}, but "
+                f"fully_shard sharded one of shape {tuple(expected)}: shapes cannot change"
+            )
+
+    def _adopt_locals(self, locals_: Sequence[torch.Tensor]) -> None:
+        """Copy local parts into the shard, or a new one where dtype or device are others."""
+        kinds = {(local.dtype, local.device) for local in locals_}
+        if len(kinds) > 1:
+            told = ", ".join(f"{dtype} on {device}" for dtype, device in sorted(kinds, key=str))
+            raise RuntimeError(
+                f"The parameters of {type(self.module).__name__} that fully_shard keeps together "
+                f"became {told}: they must stay of one dtype, on one device"
+            )
+        ((dtype, device),) = kinds
+        shard = self.shard_tensor
+        if (dtype, device) == (shard.dtype, shard.device):
+            for view, local in zip(self.sharded, locals_, strict=True):
+                if local is not view:
+                    # Into the memory that full parameters are gathered from.
+                    view.data.copy_(local)
+            self._bind()
+            return
+        shard = streams_for(device).lasting_zeros(self.layout.shard_numel, dtype)
+        if device.type != "meta":
+            for view, local in zip(self._views_of(shard), locals_, strict=True):
+                view.copy_(local)
+        if self.offload:
+            shard = streams_for(self.device).rest_on_host(shard)
+        self.adopt_shard(shard)
+
+    def converted(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Follow ``module.to(...)`` and its like, which converted each parameter on its own."""
+        self.write_back()
+
+    # -- buffers ------------------------------------------------------------------------------
+
+    def buffer(self, dtype: torch.dtype) -> FullBuffer:
+        """The full buffer of ``dtype``, made at its first use."""
+        buffer = self._buffers.get(dtype)
+        if buffer is None:
+            kind: Any = RowFullBuffer if self.layout.world_size > 1 else FullBuffer
+            if self.layout.world_size == 1 and self._stands(dtype):
+                buffer = ShardBackedBuffer(self.layout, self.shard_tensor, self.distributions)
+            else:
+                buffer = kind(self.layout, self.rank, dtype, self.device, self.distributions)
+            self._buffers[dtype] = buffer
+        return buffer
+
+    def reduce_buffer(self, dtype: torch.dtype) -> RowReduceBuffer:
+        """The buffer that gradients are reduced from in ``dtype``, made at its first use."""
+        buffer = self._reduce_buffers.get(dtype)
+        if buffer is None:
+            buffer = RowReduceBuffer(self.layout, dtype, self.device)
+            self._reduce_buffers[dtype] = buffer
+        assert isinstance(buffer, RowReduceBuffer)
+        return buffer
+
+    def cut(self, flat: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """A shard cut along the parameters: pairs of parameter index and this rank's rows."""
+        parts = flat.split_with_sizes(self._sizes)
+        triples = zip(self._positions, self._chunk_shapes, strict=True)
+        return [(index, parts[at].view(shape)) for index, (at, shape) in enumerate(triples)]
+
+    def witness(self, reduced: torch.Tensor, index: int, piece: torch.Tensor) -> torch.Tensor:
+        chunk = self.layout.chunks[index]
+        return piece if piece.numel() else reduced[chunk.offset : chunk.offset + chunk.numel]
+
+    def keep_changes(self, buffer: FullBuffer) -> None:
+        for index, view in enumerate(self.sharded):
+            view.data.copy_(self._own_chunk(index, buffer.views[index]))
+
+    # -- gradients ----------------------------------------------------------------------------
+
+    def distributed(self, parameter: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """A reduced gradient as users see it: a DTensor like its parameter."""
+        shown: torch.Tensor = self._dtensor(gradient, parameter._spec, requires_grad=False)
+        return shown
+
+    def local_gradient(self, parameter: Any) -> torch.Tensor:
+        """This rank's part of the gradient that a parameter has."""
+        local: torch.Tensor = _LOCAL(parameter.grad)
+        return local
+
+    @property
+    def keeps_local_gradients(self) -> bool:
+        return bool(self.unreduced)
+
+    # -- the user's view ----------------------------------------------------------------------
+
+    def versions(self) -> list[int]:
+        """Operations on DTensors count on the DTensor, those on local parts on the shard."""
+        return [self.shard_tensor._version, *map(_VERSION, self.params)]
+
+    @property
+    def is_cut(self) -> bool:
+        """DTensors know of each other: no optimizer computes with parts of them unawares."""
+        return False

@@ -1,0 +1,239 @@
+"""``fully_shard``: from a module, or several, to a unit whose parameters are DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from ..api import BackwardPrefetch, MixedPrecision
+from ..engine.comm.collectives import group_for
+from ..engine.init.build import group_parameters, managed_parameters
+from ..engine.init.validation import check_modules
+from ..engine.params.flat_param import FlatParamHandle
+from ..engine.params.locations import find_locations
+from ..engine.params.row_handle import RowHandle
+from ..engine.params.tensor_parallel import Distribution, localize
+from ..engine.runtime.policy import UnitOptions
+from ..engine.runtime.unit import Unit
+from ..wrap import is_unit
+from .meshes import DataParallelMesh, resolve_mesh
+from .module import add_class
+from .module_unit import ModuleUnit, strategy_for
+from .policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = ["fully_shard"]
+
+#: Modules without a forward of their own, at which parameters could be gathered.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: Any = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (a constant)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (a constant)
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> Any:
+    """Shard the parameters of ``module``, in place, over the ranks of ``mesh``.
+
+    Applied bottom-up: each call takes the parameters that no call on a submodule has taken, and
+    all-gathers them together, around the module's forward and backward. A list of modules is one
+    such unit. Between, parameters are DTensors of which every rank holds rows (``Shard(0)``), and
+    so are gradients and the values of a state dict.
+
+    >>> model = Net()
+    >>> blocks = [fully_shard(module) for module in model.modules() if isinstance(module, Block)]
+    >>> model = fully_shard(model)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+
+    The arguments are those of ``torch.distributed.fsdp.fully_shard``.
+    """
+    if dp_mesh_dims is not None:
+        raise NotImplementedError(
+            "fullshard.fully_shard does not take dp_mesh_dims yet: pass the data-parallel "
+            "dimensions as mesh, for example mesh=mesh['dp_replicate', 'dp_shard']"
+        )
+    modules = _check(module)
+    data_parallel = resolve_mesh(mesh)
+    reshards = _resharding(reshard_after_forward, data_parallel)
+    root: Any = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    everything = [m for m in root.modules() if len(modules) == 1 or m is not root]
+    check_modules(root, everything)
+    device = data_parallel.device()
+    ignored = set(ignored_params or ())
+    parameters = managed_parameters(root, ignored, is_unit)
+    offloads = isinstance(offload_policy, CPUOffloadPolicy) or (
+        type(offload_policy).__name__ == "CPUOffloadPolicy"
+    )
+    _move_states(modules, parameters, ignored, device)
+    parameters, distributions = localize(root, parameters, data_parallel.groups)
+    dims = _dims(root, parameters, distributions, data_parallel, shard_placement_fn)
+    options = UnitOptions(
+        strategy=strategy_for(reshards is not False, data_parallel.is_hybrid),
+        mixed_precision=MixedPrecision(mp_policy.param_dtype, mp_policy.reduce_dtype),
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+        forward_prefetch=False,
+        limit_all_gathers=True,
+        use_orig_params=True,
+    )
+    handles = _handles(
+        root, parameters, dims, distributions, data_parallel, device, offloads, options
+    )
+    groups = data_parallel.groups
+    unit = Unit(
+        type(modules[0]).__name__,
+        root,
+        handles,
+        group_for(groups.shards),
+        None if groups.copies is None else group_for(groups.copies),
+        device,
+        options,
+    )
+    of = ModuleUnit(unit, modules, mp_policy, reshards, data_parallel.is_hybrid)
+    for each in modules:
+        add_class(each, of)
+    return module
+
+
+def _check(module: Any) -> list[nn.Module]:
+    """The modules to shard, outermost ones only; refuses what cannot be."""
+    given = list(module) if isinstance(module, (list, tuple)) else [module]
+    for each in given:
+        if not isinstance(each, nn.Module):
+            raise ValueError(f"fully_shard expects nn.Modules, but got {each!r}")
+        if isinstance(each, _CONTAINERS) and type(each).forward in (
+            nn.Module.forward,
+            *(container.forward for container in _CONTAINERS),
+        ):
+            raise ValueError(
+                f"fully_shard does not support containers that do not implement forward: {each}"
+            )
+        if is_unit(each):
+            raise ValueError(
+                f"{type(each).__name__} is sharded already: fully_shard, or the wrapper, was "
+                "applied to it before"
+            )
+    if not given:
+        raise ValueError("fully_shard expects at least one module, but got an empty list")
+    below = {sub for each in given for sub in each.modules() if sub is not each}
+    return [each for each in dict.fromkeys(given) if each not in below]
+
+
+def _resharding(
+    reshard_after_forward: bool | int | None, data_parallel: DataParallelMesh
+) -> bool | None:
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    size = data_parallel.shard_size
+    if not isinstance(reshard_after_forward, int) or (
+        reshard_after_forward < 1 or size % reshard_after_forward
+    ):
+        raise ValueError(
+            "If reshard_after_forward is an int, it should be a factor of "
+            f"{size}, not {reshard_after_forward}"
+        )
+    if reshard_after_forward in (1, size):
+        return reshard_after_forward == size
+    raise NotImplementedError(
+        f"reshard_after_forward={reshard_after_forward}, a part of the {size} ranks, is not built "
+        "yet: pass True to free full parameters after forward, or False to keep them"
+    )
+
+
+def _move_states(
+    modules: Sequence[nn.Module],
+    parameters: Iterable[nn.Parameter],
+    ignored: Collection[nn.Parameter],
+    device: torch.device,
+) -> None:
+    """Move parameters and buffers to where the module computes; what is on meta stays there."""
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.device != device and not parameter.is_meta:
+                parameter.data = parameter.data.to(device)
+        for module in (sub for each in modules for sub in each.modules()):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device and not buffer.is_meta:
+                    module._buffers[name] = buffer.to(device)
+
+
+def _dims(
+    root: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    distributions: dict[nn.Parameter, Distribution],
+    data_parallel: DataParallelMesh,
+    placement_of: Callable[[nn.Parameter], Any] | None,
+) -> dict[nn.Parameter, int]:
+    """The dimension along which each parameter is cut."""
+    dims: dict[nn.Parameter, int] = {}
+    for name, parameter in _named(root, parameters):
+        if parameter.dim() == 0:
+            raise ValueError(
+                "fully_shard doesn't support scalar parameters. Change "
+                f"{name} to a 1D tensor with numel equal to 1."
+            )
+        placement = None if placement_of is None else placement_of(parameter)
+        if placement is None:
+            dims[parameter] = 0
+            continue
+        if not isinstance(placement, Shard):
+            raise NotImplementedError(
+                f"shard_placement_fn returned {placement!r} for {name}: it may return Shard(dim), "
+                "or None for Shard(0)"
+            )
+        dim = placement.dim + parameter.dim() if placement.dim < 0 else placement.dim
+        size = data_parallel.shard_size
+        if dim != 0 and parameter.shape[dim] % size:
+            raise NotImplementedError(
+                f"FSDP does not support uneven sharding on dim {dim}: {parameter.size()} (world "
+                f"size: {size}), parameter {name}"
+            )
+        dims[parameter] = dim
+    return dims
+
+
+def _named(
+    root: nn.Module, parameters: Sequence[nn.Parameter]
+) -> Iterable[tuple[str, nn.Parameter]]:
+    places = find_locations(root, parameters)
+    return [(places[parameter][0].path, parameter) for parameter in parameters]
+
+
+def _handles(
+    root: nn.Module,
+    parameters: list[nn.Parameter],
+    dims: dict[nn.Parameter, int],
+    distributions: dict[nn.Parameter, Distribution],
+    data_parallel: DataParallelMesh,
+    device: torch.device,
+    offloads: bool,
+    options: UnitOptions,
+) -> list[FlatParamHandle]:
+    precision = options.mixed_precision
+    places = find_locations(root, parameters)
+    handles: list[FlatParamHandle] = []
+    for group in group_parameters(parameters, use_orig_params=True):
+        shardings = [data_parallel.sharding(p, dims[p], distributions.get(p)) for p in group]
+        handles.append(
+            RowHandle(
+                group,
+                root,
+                device,
+                options.strategy,
+                offloads,
+                (precision.param_dtype, precision.reduce_dtype),
+                data_parallel.groups.shards,
+                places=places,
+                shardings=shardings,
+                distributions=distributions,
+            )
+        )
+    return handles

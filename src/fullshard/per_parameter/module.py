@@ -1,0 +1,184 @@
+"""FSDPModule: what a module gains by ``fully_shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from torch import nn
+
+from ..engine.runtime.untraced import untraced_itself
+from ..forward_method import ForwardMethod
+from ..fsdp import UnshardHandle
+from .module_unit import ModuleUnit, unit_of
+
+__all__ = ["FSDPModule"]
+
+
+class FSDPModule:
+    """The class that ``fully_shard`` puts before a module's own class: its methods and forward."""
+
+    _is_fullshard_unit = True
+    _left_to_ancestor: frozenset[nn.Parameter] = frozenset()
+    _fullshard_module_unit: ModuleUnit
+    #: Where the module's own class is found among the bases.
+    _orig_cls_mro_index = 2
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An instance of the module's own class: what slicing a container makes is not sharded."""
+        original = cls.__mro__[cls._orig_cls_mro_index]
+        made = original.__new__(original, *args, **kwargs)
+        made.__init__(*args, **kwargs)
+        return made
+
+    @untraced_itself
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fullshard_module_unit._run(super().__call__, args, kwargs)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise AssertionError(
+            "FSDP does not support deepcopy. Please use state dict for serialization."
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "A module that fully_shard was applied to cannot be pickled: its parameters are parts "
+            "of ones that other processes have. Save a state dict (torch.distributed.checkpoint)"
+        )
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Follow what moves or converts all parameters: ``to``, ``to_empty``, ``half``."""
+        of = self._fullshard_module_unit
+        of.restart()
+        converted = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        for handle in of.unit.handles:
+            handle.write_back()
+        of.unit.forget_views()
+        return converted
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As for any module; also of parameters in whose place full ones stand after forward."""
+        for other in _units(self, recurse=True):
+            if other.unit.shows_full:
+                hidden = [p for handle in other.unit.handles for p in handle.watched]
+                nn.ParameterList(hidden).zero_grad(set_to_none)
+        visible = [p for p in self.parameters() if p.is_leaf]  # type: ignore[attr-defined]
+        nn.ParameterList(visible).zero_grad(set_to_none)
+
+    # -- on the user's word -------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """All-gather this module's own parameters now, ahead of their use.
+
+        With ``async_op`` the call returns at once; parameters are full after ``wait()`` of the
+        handle, or in the forward, whichever comes first. To be called by all ranks.
+        """
+        of = self._fullshard_module_unit
+        schedule = of.schedule or of.start()
+        schedule.unshard(of.unit)
+        handle = UnshardHandle(schedule, of.unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Give this module's full parameters back; changes made to them since are kept."""
+        of = self._fullshard_module_unit
+        if of.schedule is not None:
+            of.schedule.reshard(of.unit)
+
+    def reset_iter_state(self) -> None:
+        """Forget a step that raised, its gradients that were not reduced yet included.
+
+        The next forward does so by itself but for those gradients.
+        """
+        self._fullshard_module_unit.restart()
+        for other in _units(self, recurse=True):
+            for handle in other.unit.handles:
+                vars(handle)["unreduced"] = []
+
+    # -- gradients ----------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether a backward reduces gradients. Otherwise they are summed up, whole, unseen."""
+        for other in _units(self, recurse):
+            other.unit.synchronizes = requires_gradient_sync
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients by ``factor`` in place of the number of ranks."""
+        unit = self._fullshard_module_unit.unit
+        unit.reduction.rescale = unit.world_size / factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether gradients are needed when the next backward is over.
+
+        They are there in any case: every backward ends with its reduces done.
+        """
+
+    # -- residency ----------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether full parameters are freed between forward and backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
+            )
+        for other in _units(self, recurse):
+            other.set_reshard_after_forward(reshard_after_forward)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """All-gather the ``modules``, in this order, when this one's forward begins."""
+        self._fullshard_module_unit.forward_prefetch = _all_units(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """All-gather the ``modules``, in this order, when this one's backward begins."""
+        of = self._fullshard_module_unit
+        of.backward_prefetch = _all_units(modules)
+        of.unit.prefetch_in_backward = [other.unit for other in of.backward_prefetch]
+
+    def _register_forward_method(self, method_name: str) -> None:
+        """Let calls of a method run with the module's full parameters in place."""
+        method = getattr(self, method_name, None)
+        if not callable(method):
+            raise ValueError(f"{type(self)} does not have a method {method_name}")
+        setattr(self, method_name, ForwardMethod(self._fullshard_module_unit, method))
+
+    def _get_fsdp_state(self) -> ModuleUnit:
+        return self._fullshard_module_unit
+
+
+def _all_units(modules: Iterable[Any]) -> list[ModuleUnit]:
+    found: list[ModuleUnit] = []
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"modules should be FSDPModules, but got {type(module).__name__}")
+        found.append(module._fullshard_module_unit)
+    return found
+
+
+def _units(module: Any, recurse: bool) -> list[ModuleUnit]:
+    """The unit of ``module`` and, with ``recurse``, those of modules below it; each once."""
+    if not recurse:
+        return [module._fullshard_module_unit]
+    found = (unit_of(submodule) for submodule in module.modules())
+    return list(dict.fromkeys(unit for unit in found if unit is not None))
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def add_class(module: nn.Module, of: ModuleUnit) -> None:
+    """Let ``module`` be an :class:`FSDPModule`, and a forward of it be one of its unit."""
+    own = type(module)
+    if own not in _classes:
+        made: Any = type(f"FSDP{own.__name__}", (FSDPModule, own), {})
+        _classes[own] = made
+    module.__class__ = _classes[own]
+    module._fullshard_module_unit = of  # type: ignore[assignment]

@@ -1,0 +1,178 @@
+"""What stands behind each module that ``fully_shard`` was applied to: a unit and its forward.
+
+The engine does the work; this runs a module's forward as a forward of its unit, and makes the
+outermost module that is called the root of all units below it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..api import ShardingStrategy
+from ..engine.init.validation import check_one_device, note_places
+from ..engine.params.locations import clean_tensor_name
+from ..engine.runtime.forward import Schedule
+from ..engine.runtime.precision import cast_floating, move
+from ..engine.runtime.unit import Unit
+from ..engine.runtime.untraced import untraced, untraced_itself
+
+if TYPE_CHECKING:
+    from .policies import MixedPrecisionPolicy
+
+
+class ModuleUnit:
+    """The unit of one module, or of several that were given to ``fully_shard`` together."""
+
+    def __init__(
+        self,
+        unit: Unit,
+        modules: list[nn.Module],
+        precision: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+        is_hybrid: bool,
+    ) -> None:
+        self.unit = unit
+        self.modules = modules
+        self.precision = precision
+        self.is_hybrid = is_hybrid
+        #: What was asked for; None until the outermost module is known.
+        self._reshards_after_forward = reshard_after_forward
+        self.schedule: Schedule | None = None
+        self.is_root: bool | None = None
+        #: What the user had prefetched when this unit's forward, or backward, begins.
+        self.forward_prefetch: list[ModuleUnit] = []
+        self.backward_prefetch: list[ModuleUnit] = []
+
+    # -- a forward ----------------------------------------------------------------------------
+
+    @untraced_itself
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Call ``function`` with full parameters in place."""
+        schedule = self.schedule or self.start()
+        unit = self.unit
+        schedule.enter(unit)
+        try:
+            args, kwargs, call = self._before(schedule, args, kwargs)
+            output = function(*args, **kwargs)
+            return self._after(schedule, output, call)
+        except BaseException as error:
+            self._abandon(schedule, error, (args, kwargs))
+            raise
+        finally:
+            schedule.leave(unit)
+
+    @untraced
+    def _before(
+        self, schedule: Schedule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        unit, precision = self.unit, self.precision
+        if self.is_root and unit.device.type != "cpu":
+            args, kwargs = move((args, kwargs), unit.device)
+        if precision.param_dtype is not None and precision.cast_forward_inputs:
+            args, kwargs = cast_floating((args, kwargs), precision.param_dtype)
+        call = schedule.before_module(unit, False, (args, kwargs))
+        for other in self.forward_prefetch:
+            schedule.unshard(other.unit)
+        return args, kwargs, call
+
+    @untraced
+    def _after(self, schedule: Schedule, output: Any, call: Any) -> Any:
+        output = schedule.after_module(self.unit, output, call)
+        if self.precision.output_dtype is not None:
+            output = cast_floating(output, self.precision.output_dtype)
+        return output
+
+    @untraced
+    def _abandon(self, schedule: Schedule, error: BaseException, inputs: Any) -> None:
+        schedule.abandon(self.unit)
+        note_places(error, self.unit, inputs)
+
+    # -- the root -----------------------------------------------------------------------------
+
+    def below(self) -> Iterator[tuple[str, ModuleUnit]]:
+        """This unit and those of modules below its own, each once, with their paths."""
+        seen: set[ModuleUnit] = set()
+        for module in self.modules:
+            for path, submodule in module.named_modules():
+                found = unit_of(submodule)
+                if found is not None and found not in seen:
+                    seen.add(found)
+                    yield path, found
+
+    @untraced
+    def start(self) -> Schedule:
+        """Become the root of the units below, at the first forward."""
+        everything = list(self.below())
+        for path, other in everything:
+            name = clean_tensor_name(f"{path}.")[:-1] if path else ""
+            other.unit.name = name or f"(root) {type(other.modules[0]).__name__}"
+            check_materialized(other)
+        units = [other.unit for _, other in everything]
+        check_one_device(unit for unit in units if unit.handles)
+        for _, other in everything:
+            if other.schedule is not None:
+                other.schedule.rest()
+        for _, other in everything:
+            other.is_root = other is self
+            other._settle_strategy()
+        schedule = Schedule(self.unit, units)
+        for _, other in everything:
+            other.schedule = schedule
+        return schedule
+
+    # -- options ------------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshards: bool) -> None:
+        self._reshards_after_forward = reshards
+        self._settle_strategy()
+
+    def _settle_strategy(self) -> None:
+        """Decide whether full parameters go after forward; unasked, those of a root stay."""
+        reshards = self._reshards_after_forward
+        if reshards is None:
+            reshards = not self.is_root
+        strategy = strategy_for(reshards, self.is_hybrid)
+        if strategy is not self.unit.options.strategy:
+            self.unit.options = dataclasses.replace(self.unit.options, strategy=strategy)
+            # The plan follows from options and device.
+            self.unit.device = self.unit.device
+
+    def restart(self) -> None:
+        """Bring all units of the step's schedule back to sharded."""
+        if self.schedule is not None:
+            self.schedule.rest()
+
+
+def strategy_for(reshards_after_forward: bool, is_hybrid: bool) -> ShardingStrategy:
+    """What the engine calls these two answers."""
+    if is_hybrid:
+        kept = ShardingStrategy._HYBRID_SHARD_ZERO2
+        return ShardingStrategy.HYBRID_SHARD if reshards_after_forward else kept
+    kept = ShardingStrategy.SHARD_GRAD_OP
+    return ShardingStrategy.FULL_SHARD if reshards_after_forward else kept
+
+
+def unit_of(module: nn.Module) -> ModuleUnit | None:
+    """The unit of a module that ``fully_shard`` was applied to."""
+    found: ModuleUnit | None = module.__dict__.get("_fullshard_module_unit")
+    return found
+
+
+def check_materialized(of: ModuleUnit) -> None:
+    """Refuse (RuntimeError) to train parameters that are on the meta device."""
+    names: list[str] = []
+    for handle in of.unit.handles:
+        handle.write_back()
+        if handle.shard_tensor.is_meta:
+            names += [places[0].path for places in handle.places]
+    if names:
+        raise RuntimeError(
+            "FSDP parameters should be materialized from meta device before training, but the "
+            f"following were still on meta device: {names}\nFor example, call "
+            "module.to_empty(device) to materialize to device and call module.reset_parameters() "
+            "on each module to initialize values."
+        )
