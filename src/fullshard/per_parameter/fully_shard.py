@@ -20,9 +20,11 @@ from ..engine.params.tensor_parallel import Distribution, localize
 from ..engine.runtime.policy import UnitOptions
 from ..engine.runtime.unit import Unit
 from ..wrap import is_unit
+from .clipping import watch_clipping
 from .meshes import DataParallelMesh, resolve_mesh
 from .module import add_class
 from .module_unit import ModuleUnit, strategy_for
+from .optimizers import watch_steps
 from .policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = ["fully_shard"]
@@ -100,6 +102,8 @@ def fully_shard(
     of = ModuleUnit(unit, modules, mp_policy, reshards, data_parallel.is_hybrid)
     for each in modules:
         add_class(each, of)
+    watch_steps()
+    watch_clipping()
     return module
 
 

@@ -95,6 +95,18 @@ def _root_of(mesh: Any) -> Any:
     return _mesh_resources.get_root_mesh(mesh)
 
 
+#: The mesh over all ranks, and their process group: modules of one model share it.
+_over_all: list[tuple[Any, DeviceMesh]] = []
+
+
+def _mesh_over(world: Any) -> DeviceMesh:
+    if not _over_all or _over_all[0][0] is not world:
+        accelerator = torch.accelerator.current_accelerator()
+        kind = "cpu" if accelerator is None else accelerator.type
+        _over_all[:] = [(world, init_device_mesh(kind, (world.size(),)))]
+    return _over_all[0][1]
+
+
 def resolve_mesh(mesh: Any) -> DataParallelMesh:
     """The mesh that was given, or one over all ranks, checked."""
     if mesh is None:
@@ -103,9 +115,7 @@ def resolve_mesh(mesh: Any) -> DataParallelMesh:
                 "Default process group has not been initialized, please call "
                 "torch.distributed.init_process_group() first, or pass mesh="
             )
-        accelerator = torch.accelerator.current_accelerator()
-        kind = "cpu" if accelerator is None else accelerator.type
-        mesh = init_device_mesh(kind, (dist.get_world_size(),))
+        mesh = _mesh_over(dist.group.WORLD)
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"mesh expects a DeviceMesh, but got {mesh!r} of type {type(mesh)}")
     if mesh.ndim not in (1, 2):

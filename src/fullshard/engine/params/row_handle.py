@@ -31,6 +31,11 @@ _LOCAL = operator.attrgetter("_local_tensor")
 _VERSION = operator.attrgetter("_version")
 
 
+def is_reduced_by_us(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a gradient, a DTensor, that a backward of fullshard left."""
+    return hasattr(tensor, "_fullshard_reduced")
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowSharding:
     """How users see one parameter: a DTensor on ``mesh``, cut along ``dim`` among the others.
@@ -331,7 +336,8 @@ class RowHandle(FlatParamHandle):
 
     def distributed(self, parameter: Any, gradient: torch.Tensor) -> torch.Tensor:
         """A reduced gradient as users see it: a DTensor like its parameter."""
-        shown: torch.Tensor = self._dtensor(gradient, parameter._spec, requires_grad=False)
+        shown: Any = self._dtensor(gradient, parameter._spec, requires_grad=False)
+        shown._fullshard_reduced = True
         return shown
 
     def local_gradient(self, parameter: Any) -> torch.Tensor:

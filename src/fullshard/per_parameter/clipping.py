@@ -1,0 +1,131 @@
+"""``torch.nn.utils.clip_grad_norm_`` of DTensor gradients, on their local parts.
+
+Note: where torch's function is met
+    Torch's function computes the norm of each gradient, stacks them, and multiplies each gradient.
+    Every one of these operations goes through DTensor's dispatch, gradient by gradient. Programs
+    import the function by name, so another one in its place would not be found by all. It calls
+    two functions of its own file, though, and those are replaced: for gradients that
+    fullshard made, of one mesh, they compute with local parts and give the result that torch's
+    do. Anything else they leave to torch's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.utils import clip_grad
+
+from ..engine.params.row_handle import is_reduced_by_us
+
+_NORM = "_get_total_norm"
+_SCALE = "_clip_grads_with_norm_"
+
+
+@functools.cache
+def watch_clipping() -> None:
+    """Let ``clip_grad_norm_`` compute with local parts from now on."""
+    for name, make in ((_NORM, _norm_around), (_SCALE, _scale_around)):
+        original = getattr(clip_grad, name, None)
+        if original is None:
+            # A release of torch that is built otherwise; its own way is slow, and right.
+            return
+        replacement = functools.wraps(original)(make(original))
+        for key, value in list(vars(clip_grad).items()):
+            if value is original:
+                setattr(clip_grad, key, replacement)
+
+
+def _norm_around(original: Any) -> Any:
+    def get_total_norm(
+        tensors: torch.Tensor | Iterable[torch.Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        partial = _norm_of_parts(given, float(norm_type))
+        if partial is None or error_if_nonfinite:
+            found: torch.Tensor = original(given, norm_type, error_if_nonfinite, foreach)
+            return found
+        return partial
+
+    return get_total_norm
+
+
+def _scale_around(original: Any) -> Any:
+    def clip_grads_with_norm_(
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        total_norm: torch.Tensor,
+        foreach: bool | None = None,
+    ) -> None:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        gradients = [p.grad for p in given if p.grad is not None]
+        if _common_spec(gradients) is None or not isinstance(total_norm, DTensor):
+            original(given, max_norm, total_norm, foreach)
+            return
+        with torch.no_grad():
+            norm = total_norm.full_tensor()
+            factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+            by_kind: dict[Any, list[torch.Tensor]] = {}
+            for gradient in gradients:
+                local = _local(gradient)
+                by_kind.setdefault((local.device, local.dtype), []).append(local)
+            for (device, _), locals_ in by_kind.items():
+                torch._foreach_mul_(locals_, factor.to(device))
+
+    return clip_grads_with_norm_
+
+
+def _common_spec(gradients: list[Any]) -> Any:
+    """The mesh and placements of all of them; None if they differ or some are no DTensors."""
+    if not gradients or not all(map(is_reduced_by_us, gradients)):
+        return None
+    first = gradients[0]._spec
+    mesh, placements = first.device_mesh, first.placements
+    for gradient in gradients:
+        spec = gradient._spec
+        same_mesh = spec.device_mesh is mesh or spec.device_mesh == mesh
+        if not same_mesh or spec.placements != placements:
+            return None
+    # Rows of different dimensions would do as well, but sums that are not made yet would not.
+    if any(placement.is_partial() for placement in placements):
+        return None
+    return first
+
+
+def _local(gradient: Any) -> torch.Tensor:
+    local: torch.Tensor = gradient._local_tensor
+    return local
+
+
+@torch.no_grad()
+def _norm_of_parts(gradients: list[Any], norm_type: float) -> torch.Tensor | None:
+    """The norm of all gradients, as torch returns it: a DTensor that every rank has."""
+    spec = _common_spec(gradients)
+    if spec is None or norm_type <= 0:
+        return None
+    locals_ = [gradient._local_tensor for gradient in gradients]
+    is_maximum = norm_type == float("inf")
+    if is_maximum:
+        # Torch cannot take the maximum of nothing, and a rank may have no rows at all.
+        filled = [local for local in locals_ if local.numel()]
+        locals_ = filled or [locals_[0].new_zeros(1)]
+    norms = torch._foreach_norm(locals_, norm_type)
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    replicated = [Replicate()] * len(spec.placements)
+    unreduced = [
+        Partial("max" if is_maximum else "sum") if placement.is_shard() else Replicate()
+        for placement in spec.placements
+    ]
+    terms = total if is_maximum else total.pow(norm_type)
+    summed: Any = DTensor.from_local(terms, spec.device_mesh, unreduced, run_check=False)
+    found = summed.redistribute(spec.device_mesh, replicated).to_local()
+    if not is_maximum:
+        found = found.pow(1.0 / norm_type)
+    norm: torch.Tensor = DTensor.from_local(found, spec.device_mesh, replicated, run_check=False)
+    return norm

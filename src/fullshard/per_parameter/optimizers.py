@@ -1,0 +1,217 @@
+"""Optimizer steps on local tensors in place of DTensors.
+
+Note: a twin steps
+    An operation on a DTensor costs its Python dispatch, per parameter and operation: many times
+    what the same step costs on plain tensors. An optimizer that updates element by element gives
+    the same result on local parts. So a hook that torch calls before every step has the step run on
+    a twin of the optimizer: the same class and options, with the local parts as its parameters and
+    the local parts of its state as its state. The optimizer itself is not changed while the twin
+    steps, whatever the step raises. Its state keeps DTensors, which share their memory with the
+    twin's; what a step adds to the state is made a DTensor after it.
+
+    Which optimizers compute element by element is known of torch's own. Others are left alone, and
+    compute with DTensors as they always do.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+#: Classes of ``torch.optim`` whose ``step`` updates each element on its own.
+_ELEMENTWISE = frozenset(
+    {
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    }
+)
+#: Set on an optimizer: its twin. Copies and pickles of an optimizer go without.
+_TWIN = "_fullshard_twin"
+#: What a twin has of its own; the rest it shares with its optimizer.
+_OWN = frozenset({"param_groups", "state", _TWIN})
+#: Set on a parameter: what stands for it in a twin.
+_STAND_IN = "_fullshard_stand_in"
+
+
+@functools.cache
+def watch_steps() -> None:
+    """Have every optimizer's step looked at, from now on; torch calls the hooks for all."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    kind: Any = type(optimizer)
+    if torch.compiler.is_compiling() or not _is_elementwise(kind):
+        return None
+    twin: _Twin | None = vars(optimizer).get(_TWIN)
+    if twin is None:
+        if not any(_is_ours(p) for group in optimizer.param_groups for p in group["params"]):
+            return None
+        twin = _Twin(type(optimizer))
+        vars(optimizer)[_TWIN] = twin
+    twin.prepare(optimizer)
+    _, *rest = args
+    return (twin.optimizer, *map(twin.around, rest)), {k: twin.around(v) for k, v in kwargs.items()}
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    twin: _Twin | None = vars(optimizer).get(_TWIN)
+    if twin is not None and args and args[0] is twin.optimizer:
+        twin.publish(optimizer)
+
+
+@functools.cache
+def _is_elementwise(kind: Any) -> bool:
+    """Whether the class steps by the code of one of torch's that is known."""
+    step: Any = inspect.unwrap(kind.step)
+    owner = step.__qualname__.partition(".")[0]
+    return step.__module__.startswith("torch.optim.") and owner in _ELEMENTWISE
+
+
+def _is_ours(parameter: Any) -> bool:
+    return type(parameter) is DTensor and hasattr(parameter, "_fullshard_unit")
+
+
+class _Twin:
+    """What steps in place of an optimizer: see the note above."""
+
+    def __init__(self, kind: type[torch.optim.Optimizer]) -> None:
+        self.optimizer: Any = object.__new__(kind)
+        self.optimizer.state = defaultdict(dict)
+        self._pairs: list[tuple[Any, Any]] = []
+        #: Per parameter, the state as users see it and the values that the twin's was made of.
+        self._seen: dict[Any, tuple[dict[str, Any], list[Any]]] = {}
+
+    def prepare(self, optimizer: Any) -> None:
+        """Have the twin be as the optimizer is now."""
+        twin = self.optimizer
+        mine = twin.__dict__
+        for name, value in optimizer.__dict__.items():
+            if name not in _OWN:
+                mine[name] = value
+        self._pairs = []
+        twin.param_groups = [
+            {**group, "params": [self._stand_in(p) for p in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        state = optimizer.state
+        states = twin.state
+        for parameter, stand_in in self._pairs:
+            shown = state.get(parameter)
+            if not shown:
+                states.pop(stand_in, None)
+                continue
+            seen = self._seen.get(parameter)
+            values = list(shown.values())
+            if seen is None or seen[0] is not shown or not _same(values, seen[1]):
+                states[stand_in] = {name: _local(value) for name, value in shown.items()}
+                self._seen[parameter] = (shown, values)
+        self._take_gradients()
+
+    def _stand_in(self, parameter: Any) -> Any:
+        if type(parameter) is not DTensor:
+            self._pairs.append((parameter, parameter))
+            return parameter
+        local = parameter._local_tensor
+        known = vars(parameter).get(_STAND_IN)
+        if known is None or known[0] is not local:
+            known = (local, nn.Parameter(local, requires_grad=parameter.requires_grad))
+            setattr(parameter, _STAND_IN, known)
+            self._seen.pop(parameter, None)
+        stand_in = known[1]
+        self._pairs.append((parameter, stand_in))
+        return stand_in
+
+    def _take_gradients(self) -> None:
+        for parameter, stand_in in self._pairs:
+            if stand_in is not parameter:
+                gradient = parameter.grad
+                stand_in.grad = None if gradient is None else _local(gradient)
+
+    def around(self, argument: Any) -> Any:
+        """A closure that leaves gradients on the stand-ins as well; anything else as it is."""
+        if not callable(argument):
+            return argument
+        closure: Callable[[], Any] = argument
+
+        @functools.wraps(closure)
+        def run() -> Any:
+            result = closure()
+            self._take_gradients()
+            return result
+
+        return run
+
+    def publish(self, optimizer: Any) -> None:
+        """Let the optimizer have what the step left in its twin."""
+        twin = self.optimizer
+        for name, value in twin.__dict__.items():
+            if name not in _OWN and optimizer.__dict__.get(name) is not value:
+                setattr(optimizer, name, value)
+        for group, stepped in zip(optimizer.param_groups, twin.param_groups, strict=True):
+            for name, value in stepped.items():
+                if name != "params":
+                    group[name] = value
+        for parameter, stand_in in self._pairs:
+            if stand_in is not parameter:
+                stand_in.grad = None
+            stepped_state = twin.state.get(stand_in)
+            if stepped_state is None:
+                continue
+            shown = optimizer.state[parameter]
+            changed = False
+            for name, value in stepped_state.items():
+                old = shown.get(name)
+                if old is not value and _local(old) is not value:
+                    shown[name] = _shown(parameter, value)
+                    changed = True
+            if changed or parameter not in self._seen:
+                self._seen[parameter] = (shown, list(shown.values()))
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _local(value: Any) -> Any:
+    return value._local_tensor if type(value) is DTensor else value
+
+
+def _shown(parameter: Any, value: Any) -> Any:
+    """A value of the state as users see it: a DTensor, if it has an element per element."""
+    if type(parameter) is not DTensor or not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != parameter._local_tensor.shape:
+        return value
+    spec = parameter._spec
+    if value.dtype != parameter.dtype:
+        return DTensor.from_local(
+            value,
+            spec.device_mesh,
+            spec.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return DTensor(value, spec, requires_grad=False)

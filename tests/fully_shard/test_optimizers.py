@@ -1,0 +1,287 @@
+"""Optimizers and clipping give what they give under torch's fully_shard, on local tensors."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tests.fully_shard.side_by_side import (
+    OURS,
+    THEIRS,
+    both,
+    build,
+    by_block,
+    forward_loss,
+    told,
+    train,
+)
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fullshard.testing import ranks
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "ASGD": {"lr": 0.1},
+    "Adadelta": {},
+    "Adagrad": {"lr": 0.1},
+    "Adam": {"lr": 0.01, "eps": 1e-3, "amsgrad": True},
+    "AdamW": {"lr": 0.01, "eps": 1e-3, "fused": True},
+    "Adamax": {"lr": 0.01, "eps": 1e-3},
+    "NAdam": {"lr": 0.01, "eps": 1e-3},
+    "RAdam": {"lr": 0.01, "eps": 1e-3},
+    "RMSprop": {"lr": 0.01, "eps": 1e-3},
+    "SGD": {"lr": 0.1, "momentum": 0.9, "foreach": True},
+}
+
+
+@ranks(2)
+def test_every_elementwise_optimizer_of_torch_trains_the_same() -> None:
+    for name, options in OPTIMIZERS.items():
+
+        def make(parameters: Any, name: str = name, options: Any = options) -> Any:
+            return getattr(torch.optim, name)(parameters, **options)
+
+        ours, theirs = both(by_block(), make, steps=2)
+        for step, (found, expected) in enumerate(
+            zip(shown(ours.optimizer), shown(theirs.optimizer), strict=True)
+        ):
+            assert found.keys() == expected.keys(), (name, step)
+            for key, value in expected.items():
+                assert type(found[key]) is type(value), (name, key)
+                torch.testing.assert_close(local(found[key]), local(value), rtol=1e-4, atol=1e-5)
+
+
+@ranks(2)
+def test_rprop_which_cannot_step_dtensors_trains_as_under_distributed_data_parallel() -> None:
+    reference = DistributedDataParallel(build())
+    expected = torch.optim.Rprop(reference.parameters(), lr=1e-3)
+    for step in range(3):
+        forward_loss(reference, step).backward()
+        expected.step()
+        expected.zero_grad()
+
+    ours = train(OURS, by_block(), lambda parameters: torch.optim.Rprop(parameters, lr=1e-3))
+
+    for name, parameter in reference.module.named_parameters():
+        whole: Any = ours.model.get_parameter(name)
+        torch.testing.assert_close(whole.full_tensor(), parameter.detach())
+
+
+def shown(optimizer: Any) -> list[dict[str, Any]]:
+    return [optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]]
+
+
+def local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+class DTensorOperations(TorchDispatchMode):
+    """Counts operations that are given DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat = torch.utils._pytree.tree_leaves((args, kwargs))
+        self.count += any(isinstance(value, DTensor) for value in flat)
+        return func(*args, **(kwargs or {}))
+
+
+@ranks(2)
+def test_a_step_and_clipping_run_no_operation_per_parameter_on_dtensors() -> None:
+    model: Any = build()
+    by_block()(OURS, model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(2):
+        forward_loss(model, step).backward()
+        with DTensorOperations() as counted:
+            optimizer.step()
+        assert counted.count == 0
+        with DTensorOperations() as counted:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert counted.count < 5
+        optimizer.zero_grad()
+
+
+@ranks(2)
+def test_a_step_that_raises_leaves_the_optimizer_as_it_was() -> None:
+    model: Any = build()
+    by_block()(OURS, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    forward_loss(model, 0).backward()
+    optimizer.step()
+    before = copy.copy(optimizer.param_groups[0]["params"])
+
+    def closure() -> torch.Tensor:
+        raise KeyError("of the user's")
+
+    with pytest.raises(KeyError):
+        optimizer.step(closure)
+
+    after = optimizer.param_groups[0]["params"]
+    assert all(one is other for one, other in zip(before, after, strict=True))
+    assert all(isinstance(p, DTensor) for p in after)
+    assert set(optimizer.state) == set(after)
+    forward_loss(model, 1).backward()
+    optimizer.step()
+
+
+@ranks(2)
+def test_a_closure_may_compute_the_gradients() -> None:
+    weights = []
+    for api in (THEIRS, OURS):
+        model: Any = build()
+        by_block()(api, model)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
+
+        def closure(model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = forward_loss(model, 0)
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        weights.append(model.head.weight.full_tensor())
+
+    torch.testing.assert_close(weights[1], weights[0])
+
+
+@ranks(2)
+def test_a_scheduler_and_groups_with_options_of_their_own_are_followed() -> None:
+    weights = []
+    for api in (THEIRS, OURS):
+        model: Any = build()
+        by_block()(api, model)
+        groups = [
+            {"params": list(model.blocks.parameters()), "lr": 0.05},
+            {"params": list(model.head.parameters()), "weight_decay": 0.3},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for step in range(3):
+            forward_loss(model, step).backward()
+            optimizer.step()
+            scheduler.step()
+            model.zero_grad()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * 0.5**3)
+        weights.append(model.blocks[0].up.weight.full_tensor())
+        weights.append(model.head.weight.full_tensor())
+
+    torch.testing.assert_close(weights[2:], weights[:2])
+
+
+@ranks(2)
+def test_optimizer_state_moves_by_state_dict_and_by_checkpoint_functions() -> None:
+    source = train(OURS, by_block(), steps=2)
+    full = get_optimizer_state_dict(
+        source.model, source.optimizer, options=StateDictOptions(full_state_dict=True)
+    )
+    theirs = train(THEIRS, by_block(), steps=2)
+    expected = get_optimizer_state_dict(
+        theirs.model, theirs.optimizer, options=StateDictOptions(full_state_dict=True)
+    )
+    assert full["state"].keys() == expected["state"].keys()
+    for name, state in expected["state"].items():
+        torch.testing.assert_close(full["state"][name], state, rtol=1e-4, atol=1e-6)
+
+    continued = []
+    for how in ("torch", "checkpoint"):
+        again: Any = train(OURS, by_block(), steps=2)
+        fresh = torch.optim.AdamW(again.model.parameters(), lr=0.01, weight_decay=0.1, eps=1e-4)
+        if how == "torch":
+            # A copy: torch lets two optimizers share what one loads from the other.
+            fresh.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))
+        else:
+            set_optimizer_state_dict(
+                again.model,
+                fresh,
+                optim_state_dict=copy.deepcopy(full),
+                options=StateDictOptions(full_state_dict=True),
+            )
+        forward_loss(again.model, 5).backward()
+        fresh.step()
+        continued.append(again.model.head.weight.full_tensor())
+    forward_loss(source.model, 5).backward()
+    source.optimizer.step()
+    for weight in continued:
+        torch.testing.assert_close(weight, source.model.head.weight.full_tensor())
+
+
+@ranks(2)
+def test_an_optimizer_that_is_not_elementwise_computes_with_dtensors() -> None:
+    weights = []
+    for api in (THEIRS, OURS):
+        model: Any = build()
+        by_block()(api, model)
+        matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+        optimizer = torch.optim.Muon(matrices, lr=0.01)
+        for step in range(2):
+            forward_loss(model, step).backward()
+            optimizer.step()
+            model.zero_grad()
+        weights.append(model.blocks[0].up.weight.full_tensor())
+
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-4)
+
+
+@ranks(2)
+def test_clipping_is_torchs_for_every_norm() -> None:
+    for norm_type in (2.0, 1.0, 3.0):
+        found = []
+        for api in (THEIRS, OURS):
+            model: Any = build()
+            by_block()(api, model)
+            forward_loss(model, 0).backward()
+            norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type)
+            assert isinstance(norm, DTensor)
+            found.append(
+                (norm.full_tensor(), told(model.head.weight.grad)[-1], str(norm.placements))
+            )
+        torch.testing.assert_close(found[1][:2], found[0][:2])
+        assert found[1][2] == found[0][2]
+
+
+@ranks(2)
+def test_the_maximum_norm_is_found_also_where_a_rank_has_no_rows() -> None:
+    model: Any = build()
+    by_block()(OURS, model)
+    forward_loss(model, 0).backward()
+    largest = max(p.grad.full_tensor().abs().max().item() for p in model.parameters())
+
+    norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, float("inf"))
+
+    assert norm.full_tensor().item() == pytest.approx(largest)
+    clipped = max(p.grad.full_tensor().abs().max().item() for p in model.parameters())
+    assert clipped == pytest.approx(0.01, rel=1e-3)
+
+
+@ranks(2)
+def test_a_plain_gradient_scaler_skips_a_step_on_all_ranks() -> None:
+    weights = []
+    for api in (THEIRS, OURS):
+        model: Any = build()
+        by_block()(api, model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        for step in range(4):
+            loss = forward_loss(model, step)
+            if step == 1 and torch.distributed.get_rank() == 0:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        weights.append((model.head.weight.full_tensor(), scaler.get_scale()))
+
+    torch.testing.assert_close(weights[1], weights[0])
