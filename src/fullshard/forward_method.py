@@ -6,13 +6,38 @@ import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from torch import nn
+
 from .engine.runtime.untraced import untraced_itself
+from .wrap import is_unit
 
 
 class Runs(Protocol):
     """What runs a function as a forward of its unit."""
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any: ...
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let calls of ``module``'s method run with the unit's full parameters in place.
+
+    ``module`` is a wrapper, or ``fully_shard`` was applied to it; on any other nothing happens. The
+    method is then a forward of the unit: it can be called through the wrapper or on the wrapped
+    module, with gradients or without.
+    """
+    in_place: Any = getattr(type(module), "_register_forward_method", None)
+    if in_place is not None:
+        in_place(module, method_name)
+        return
+    if not is_unit(module):
+        return
+    wrapper: Any = module
+    method = getattr(wrapper.module, method_name, None)
+    if not callable(method):
+        raise AttributeError(
+            f"{type(wrapper.module).__name__} has no method {method_name!r} to register"
+        )
+    setattr(wrapper.module, method_name, ForwardMethod(wrapper, method))
 
 
 class ForwardMethod:

@@ -115,7 +115,7 @@ def test_every_parameter_begins_on_a_multiple_of_the_alignment(case: Case) -> No
 @given(cases)
 def test_full_parameters_are_whole_after_an_all_gather(case: Case) -> None:
     layout = case.layout()
-    buffer = RowFullBuffer(layout, 0, torch.float32, torch.device("cpu"))
+    buffer = RowFullBuffer(layout, 0, case.shard(layout, 0), torch.float32, torch.device("cpu"))
     buffer.allocate()
     shards = [case.shard(layout, rank) for rank in range(case.world_size)]
     buffer.gather_output.copy_(torch.cat(shards))

@@ -13,8 +13,8 @@ from ..api import BackwardPrefetch, MixedPrecision
 from ..engine.comm.collectives import group_for
 from ..engine.init.build import group_parameters, managed_parameters
 from ..engine.init.validation import check_modules
-from ..engine.params.flat_param import FlatParamHandle
-from ..engine.params.locations import find_locations
+from ..engine.params.handle import FlatParamHandle
+from ..engine.params.locations import find_locations, own_modules
 from ..engine.params.row_handle import RowHandle
 from ..engine.params.tensor_parallel import Distribution, localize
 from ..engine.runtime.policy import UnitOptions
@@ -71,7 +71,7 @@ def fully_shard(
     check_modules(root, everything)
     device = data_parallel.device()
     ignored = set(ignored_params or ())
-    parameters = managed_parameters(root, ignored, is_unit)
+    parameters = managed_parameters(root, own_modules(root, is_unit), ignored, ())
     offloads = isinstance(offload_policy, CPUOffloadPolicy) or (
         type(offload_policy).__name__ == "CPUOffloadPolicy"
     )

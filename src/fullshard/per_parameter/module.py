@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from ..engine.params.row_handle import RowHandle
 from ..engine.runtime.untraced import untraced_itself
 from ..forward_method import ForwardMethod
 from ..fsdp import UnshardHandle
@@ -60,7 +61,7 @@ class FSDPModule:
         """As for any module; also of parameters in whose place full ones stand after forward."""
         for other in _units(self, recurse=True):
             if other.unit.shows_full:
-                hidden = [p for handle in other.unit.handles for p in handle.watched]
+                hidden = [p for handle in other.unit.handles for p in handle.optimizer_params]
                 nn.ParameterList(hidden).zero_grad(set_to_none)
         visible = [p for p in self.parameters() if p.is_leaf]  # type: ignore[attr-defined]
         nn.ParameterList(visible).zero_grad(set_to_none)
@@ -96,7 +97,9 @@ class FSDPModule:
         self._fullshard_module_unit.restart()
         for other in _units(self, recurse=True):
             for handle in other.unit.handles:
-                vars(handle)["unreduced"] = []
+                if isinstance(handle, RowHandle):
+                    handle.take_unreduced()
+                    handle.show_local_gradients(False)
 
     # -- gradients ----------------------------------------------------------------------------
 
@@ -105,7 +108,7 @@ class FSDPModule:
     ) -> None:
         """Whether a backward reduces gradients. Otherwise they are summed up, whole, unseen."""
         for other in _units(self, recurse):
-            other.unit.synchronizes = requires_gradient_sync
+            other.unit.sync_gradients(requires_gradient_sync)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by ``factor`` in place of the number of ranks."""
@@ -141,7 +144,7 @@ class FSDPModule:
         """All-gather the ``modules``, in this order, when this one's backward begins."""
         of = self._fullshard_module_unit
         of.backward_prefetch = _all_units(modules)
-        of.unit.prefetch_in_backward = [other.unit for other in of.backward_prefetch]
+        of.unit.prefetch_when_reached([other.unit for other in of.backward_prefetch])
 
     def _register_forward_method(self, method_name: str) -> None:
         """Let calls of a method run with the module's full parameters in place."""

@@ -53,42 +53,45 @@ class ModuleUnit:
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Call ``function`` with full parameters in place."""
         schedule = self.schedule or self.start()
-        unit = self.unit
-        schedule.enter(unit)
+        unit, depth = self.unit, schedule.depth
         try:
-            args, kwargs, call = self._before(schedule, args, kwargs)
-            output = function(*args, **kwargs)
-            return self._after(schedule, output, call)
+            if self._adapts_inputs:
+                args, kwargs = self._adapt_inputs(args, kwargs)
+            call = schedule.begin_forward(unit, False, (args, kwargs))
+            if self.forward_prefetch:
+                self._prefetch(schedule)
+            output = schedule.end_forward(unit, function(*args, **kwargs), call)
         except BaseException as error:
-            self._abandon(schedule, error, (args, kwargs))
+            self._abandon(schedule, depth, error, (args, kwargs))
             raise
-        finally:
-            schedule.leave(unit)
+        if self.precision.output_dtype is not None:
+            output = cast_floating(output, self.precision.output_dtype)
+        return output
+
+    @property
+    def _adapts_inputs(self) -> bool:
+        return self.precision.param_dtype is not None or self.unit.device.type != "cpu"
 
     @untraced
-    def _before(
-        self, schedule: Schedule, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    def _adapt_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Move inputs to the unit's device, and cast them, as its precision says."""
         unit, precision = self.unit, self.precision
         if self.is_root and unit.device.type != "cpu":
             args, kwargs = move((args, kwargs), unit.device)
         if precision.param_dtype is not None and precision.cast_forward_inputs:
             args, kwargs = cast_floating((args, kwargs), precision.param_dtype)
-        call = schedule.before_module(unit, False, (args, kwargs))
+        return args, kwargs
+
+    @untraced
+    def _prefetch(self, schedule: Schedule) -> None:
         for other in self.forward_prefetch:
             schedule.unshard(other.unit)
-        return args, kwargs, call
 
     @untraced
-    def _after(self, schedule: Schedule, output: Any, call: Any) -> Any:
-        output = schedule.after_module(self.unit, output, call)
-        if self.precision.output_dtype is not None:
-            output = cast_floating(output, self.precision.output_dtype)
-        return output
-
-    @untraced
-    def _abandon(self, schedule: Schedule, error: BaseException, inputs: Any) -> None:
-        schedule.abandon(self.unit)
+    def _abandon(self, schedule: Schedule, depth: int, error: BaseException, inputs: Any) -> None:
+        schedule.abandon(self.unit, depth)
         note_places(error, self.unit, inputs)
 
     # -- the root -----------------------------------------------------------------------------
@@ -109,7 +112,7 @@ class ModuleUnit:
         everything = list(self.below())
         for path, other in everything:
             name = clean_tensor_name(f"{path}.")[:-1] if path else ""
-            other.unit.name = name or f"(root) {type(other.modules[0]).__name__}"
+            other.unit.start_training(name or f"(root) {type(other.modules[0]).__name__}", {})
             check_materialized(other)
         units = [other.unit for _, other in everything]
         check_one_device(unit for unit in units if unit.handles)
@@ -137,9 +140,7 @@ class ModuleUnit:
             reshards = not self.is_root
         strategy = strategy_for(reshards, self.is_hybrid)
         if strategy is not self.unit.options.strategy:
-            self.unit.options = dataclasses.replace(self.unit.options, strategy=strategy)
-            # The plan follows from options and device.
-            self.unit.device = self.unit.device
+            self.unit.set_options(dataclasses.replace(self.unit.options, strategy=strategy))
 
     def restart(self) -> None:
         """Bring all units of the step's schedule back to sharded."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -41,12 +42,15 @@ class RowFullBuffer(FullBuffer):
         self._rows = gathered.view(layout.world_size, layout.shard_numel)
         self._gathered.resize_(0)
 
-    def allocate(self) -> None:
-        self._gathered.resize_(self._nbytes)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._allocate_full, self._release_full = self.allocate, self.release
+        self.allocate = functools.partial(self._gathered.resize_, self._nbytes)
+        self.release = self._release_all
 
     def copy_out(self) -> None:
         """Bring what was gathered to where full parameters are, and give its memory back."""
-        super().allocate()
+        self._allocate_full()
         if self._sizes and self.flat.device.type != "cpu":
             # One kernel; on a host it takes many times as long as the copies below.
             torch.split_with_sizes_copy(self._rows, self._sizes, dim=1, out=self._whole_places)
@@ -54,9 +58,9 @@ class RowFullBuffer(FullBuffer):
             torch._foreach_copy_(self._places, self._sources)
         self._gathered.resize_(0)
 
-    def release(self) -> None:
+    def _release_all(self) -> None:
         self._gathered.resize_(0)
-        super().release()
+        self._release_full()
 
 
 class RowReduceBuffer(ReduceBuffer):

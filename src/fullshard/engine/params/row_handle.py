@@ -20,15 +20,16 @@ from torch import nn
 from ...api import ShardingStrategy
 from ..comm.streams import streams_for
 from .buffers import FullBuffer, ShardBackedBuffer
-from .flat_param import FlatParamHandle, parameter_at
+from .flat_parameter import HandleReference
+from .handle import FlatParamHandle
 from .layout import alignment_elements
-from .locations import ParameterLocation
+from .locations import ParameterLocation, containers_of
+from .replacements import parameter_at
 from .row_buffers import RowFullBuffer, RowReduceBuffer
 from .row_layout import RowLayout
 from .tensor_parallel import Distribution, distributions_of, is_distributed
 
 _LOCAL = operator.attrgetter("_local_tensor")
-_VERSION = operator.attrgetter("_version")
 
 
 def is_reduced_by_us(tensor: torch.Tensor) -> bool:
@@ -93,13 +94,13 @@ class RowHandle(FlatParamHandle):
         self.skip_writeback_check = False
         self.is_sharded = True
         self.local_gradients = False
-        self.received: list[nn.Parameter] = []
+        self._note_received()
         #: Full gradients that are not reduced yet (``set_requires_gradient_sync(False)``).
-        self.unreduced: list[torch.Tensor | None] = []
+        self._unreduced: list[torch.Tensor | None] = []
         self.rank: int = process_group.rank()
         self._mixed_precision = dtypes
-        self._buffers: dict[torch.dtype, FullBuffer] = {}
-        self._reduce_buffers = {}
+        self.full_buffers = {}
+        self.reduce_buffers = {}
         self._presence = None
         self.places = [places[p] for p in params]
         self.shardings = list(shardings)
@@ -177,7 +178,7 @@ class RowHandle(FlatParamHandle):
         self.sharded = self._views_of(shard)
         self._bind()
 
-    def _describe(self) -> None:
+    def _describe(self, reference: HandleReference | None = None) -> None:
         for parameter in self.params:
             parameter._fullshard_unit = type(self.module).__name__  # type: ignore[attr-defined]
 
@@ -186,22 +187,16 @@ class RowHandle(FlatParamHandle):
         self._describe()
         for parameter, view in zip(self.params, self.sharded, strict=True):
             parameter._local_tensor = view  # type: ignore[attr-defined]
-        pairs = [
-            (*pair, index)
-            for index, places in enumerate(self.places)
-            for place in places
-            for pair in place.containers(True)
-        ]
-        self._containers = [container for container, _, _ in pairs]
-        self._keys = [key for _, key, _ in pairs]
-        self._indices = [index for _, _, index in pairs]
+        self._containers, self._keys, self._indices = containers_of(self.places, registered=True)
         self._remember()
         self.show_sharded()
 
     def _remember(self) -> None:
         """Keep what is compared, before each use, with what the user may have replaced."""
         self._visible = [self.params[index] for index in self._indices]
-        self.watched = self.params
+        self.optimizer_params = self.params
+        # Operations on DTensors count on the DTensor, those on local parts on the shard.
+        self.versioned = [self.shard_tensor, *self.params]
         self._expected = self.sharded
 
     # -- write-back ---------------------------------------------------------------------------
@@ -299,22 +294,23 @@ class RowHandle(FlatParamHandle):
 
     def buffer(self, dtype: torch.dtype) -> FullBuffer:
         """The full buffer of ``dtype``, made at its first use."""
-        buffer = self._buffers.get(dtype)
+        buffer = self.full_buffers.get(dtype)
         if buffer is None:
             kind: Any = RowFullBuffer if self.layout.world_size > 1 else FullBuffer
             if self.layout.world_size == 1 and self._stands(dtype):
                 buffer = ShardBackedBuffer(self.layout, self.shard_tensor, self.distributions)
             else:
-                buffer = kind(self.layout, self.rank, dtype, self.device, self.distributions)
-            self._buffers[dtype] = buffer
+                shard, device = self.shard_tensor, self.device
+                buffer = kind(self.layout, self.rank, shard, dtype, device, self.distributions)
+            self.full_buffers[dtype] = buffer
         return buffer
 
     def reduce_buffer(self, dtype: torch.dtype) -> RowReduceBuffer:
         """The buffer that gradients are reduced from in ``dtype``, made at its first use."""
-        buffer = self._reduce_buffers.get(dtype)
+        buffer = self.reduce_buffers.get(dtype)
         if buffer is None:
             buffer = RowReduceBuffer(self.layout, dtype, self.device)
-            self._reduce_buffers[dtype] = buffer
+            self.reduce_buffers[dtype] = buffer
         assert isinstance(buffer, RowReduceBuffer)
         return buffer
 
@@ -347,13 +343,18 @@ class RowHandle(FlatParamHandle):
 
     @property
     def keeps_local_gradients(self) -> bool:
-        return bool(self.unreduced)
+        return bool(self._unreduced)
+
+    def keep_unreduced(self, gradients: list[torch.Tensor | None]) -> None:
+        """Keep full gradients until a backward reduces them."""
+        self._unreduced = gradients
+
+    def take_unreduced(self) -> list[torch.Tensor | None]:
+        """Give away the full gradients that were kept."""
+        kept, self._unreduced = self._unreduced, []
+        return kept
 
     # -- the user's view ----------------------------------------------------------------------
-
-    def versions(self) -> list[int]:
-        """Operations on DTensors count on the DTensor, those on local parts on the shard."""
-        return [self.shard_tensor._version, *map(_VERSION, self.params)]
 
     @property
     def is_cut(self) -> bool:
