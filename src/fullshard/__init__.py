@@ -1,7 +1,7 @@
 """fullshard: fully sharded data parallelism for PyTorch.
 
 The names are those of ``torch.distributed.fsdp``; ``fullshard.wrap`` has those of its ``wrap``.
-What is left of torch's own is found under the same names here, too.
+That of ``fully_shard`` and what belongs to it, too.
 """
 
 import importlib
@@ -33,7 +33,7 @@ from .state.optim.template import optim_state_template
 
 if TYPE_CHECKING:
     from .per_parameter.fully_shard import fully_shard
-    from .per_parameter.module import FSDPModule
+    from .per_parameter.module import FSDPModule, share_comm_ctx
     from .per_parameter.policies import (
         CPUOffloadPolicy,
         DataParallelMeshDims,
@@ -88,6 +88,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "resume",
     "save",
+    "share_comm_ctx",
 ]
 
 __version__ = "0.1.0.dev0"
@@ -109,15 +110,11 @@ _WHEN_USED = {
     "load": "state.checkpoint",
     "resume": "state.checkpoint",
     "save": "state.checkpoint",
+    "share_comm_ctx": "per_parameter.module",
 }
-
-#: What torch has beside its wrapper: not ours, and found under the same names.
-_OF_TORCH = {"share_comm_ctx"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _OF_TORCH:
-        return getattr(importlib.import_module("torch.distributed.fsdp"), name)
     if name not in _WHEN_USED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_WHEN_USED[name]}", __name__), name)
@@ -126,4 +123,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHEN_USED, *_OF_TORCH})
+    return sorted({*globals(), *_WHEN_USED})

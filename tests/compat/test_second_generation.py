@@ -1,4 +1,4 @@
-"""fully_shard (FSDP2) is not touched: it works before, during and after install()."""
+"""fully_shard (FSDP2) is torch's before and after install(), and fullshard's in between."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ def test_fully_shard_trains_before_while_and_after_fullshard_is_installed() -> N
 
     before = train_with_fully_shard()
     with installed():
+        assert torch.distributed.fsdp.fully_shard is fullshard.fully_shard
+        assert torch.distributed.fsdp.FSDPModule is fullshard.FSDPModule
         during = train_with_fully_shard()
+    assert torch.distributed.fsdp.fully_shard is not fullshard.fully_shard
     after = train_with_fully_shard()
 
     for losses in (before, during, after):

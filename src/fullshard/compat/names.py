@@ -42,7 +42,22 @@ _RESHARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 #: Ours, by torch's module and name.
 TABLE: dict[str, dict[str, Any]] = {
-    "": {"register_fsdp_forward_method": private.register_fsdp_forward_method},
+    "": {
+        "register_fsdp_forward_method": private.register_fsdp_forward_method,
+        **{
+            name: getattr(fullshard, name)
+            for name in (
+                "CPUOffloadPolicy",
+                "DataParallelMeshDims",
+                "FSDPModule",
+                "MixedPrecisionPolicy",
+                "OffloadPolicy",
+                "UnshardHandle",
+                "fully_shard",
+                "share_comm_ctx",
+            )
+        },
+    },
     "api": {name: getattr(api, name) for name in api.__all__ if name != "OptimStateKeyType"},
     "fully_sharded_data_parallel": {
         "FullyShardedDataParallel": fullshard.FullyShardedDataParallel,

@@ -35,7 +35,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Does nothing on a module that is neither.
     """
-    if isinstance(module, FullyShardedDataParallel):
+    if isinstance(module, (FullyShardedDataParallel, fullshard.FSDPModule)):
         fullshard.register_fsdp_forward_method(module, method_name)
     else:
         _register_in_torch(module, method_name)

@@ -1,7 +1,8 @@
 """Putting fullshard's names in place of torch's, and taking them out again.
 
 Torch's modules keep the objects they imported from each other under any name, so an object is
-replaced wherever a module of torch holds it. ``fully_shard`` (FSDP2) keeps its own.
+replaced wherever a module of torch holds it. The modules that make up torch's ``fully_shard`` keep
+their own, so that models to which it was applied before go on working.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from .names import Replacement, replacements
 
 __all__ = ["install", "is_installed", "uninstall"]
 
-_SECOND_GENERATION = "torch.distributed.fsdp._fully_shard"
+#: What torch's ``fully_shard`` is made of.
+_SECOND_GENERATION = "torch.distributed.fsdp._fully_shard._"
 
 
 class _Change(NamedTuple):
@@ -34,13 +36,12 @@ _changes: list[_Change] = []
 
 
 def install() -> None:
-    """Put fullshard's classes and functions in place of the first-generation FSDP names of torch.
+    """Put fullshard's classes and functions in place of torch's FSDP names, of both generations.
 
     From here on ``from torch.distributed.fsdp import FullyShardedDataParallel`` and
     ``torch.distributed.fsdp.FullyShardedDataParallel`` are fullshard's, as are the names in the
     submodules and whatever else in torch holds them. Call it before the program imports those
-    names, and before models are wrapped; ``fully_shard`` is not touched. Calling it again does
-    nothing.
+    names, and before models are wrapped. Calling it again does nothing.
 
     >>> fullshard.compat.install()
     """

@@ -22,7 +22,7 @@ from ..engine.runtime.unit import Unit
 from ..wrap import is_unit
 from .clipping import watch_clipping
 from .meshes import DataParallelMesh, resolve_mesh
-from .module import add_class
+from .module import FSDPModule, add_class
 from .module_unit import ModuleUnit, strategy_for
 from .optimizers import watch_steps
 from .policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
@@ -102,6 +102,7 @@ def fully_shard(
     of = ModuleUnit(unit, modules, mp_policy, reshards, data_parallel.is_hybrid)
     for each in modules:
         add_class(each, of)
+    of.show_sharded_in_state_dicts()
     watch_steps()
     watch_clipping()
     return module
@@ -112,7 +113,7 @@ def _check(module: Any) -> list[nn.Module]:
     given = list(module) if isinstance(module, (list, tuple)) else [module]
     for each in given:
         if not isinstance(each, nn.Module):
-            raise ValueError(f"fully_shard expects nn.Modules, but got {each!r}")
+            raise TypeError(f"fully_shard expects nn.Modules, but got {each!r}")
         if isinstance(each, _CONTAINERS) and type(each).forward in (
             nn.Module.forward,
             *(container.forward for container in _CONTAINERS),
@@ -120,15 +121,25 @@ def _check(module: Any) -> list[nn.Module]:
             raise ValueError(
                 f"fully_shard does not support containers that do not implement forward: {each}"
             )
-        if is_unit(each):
+        if isinstance(each, FSDPModule):
+            raise AssertionError(
+                "Each distinct composable distributed API can only be applied to a module once. "
+                f"fully_shard has already been applied to the following module:\n{each}"
+            )
+        wrapped = [sub for sub in each.modules() if is_unit(sub) and not _is_in_place(sub)]
+        if wrapped:
             raise ValueError(
-                f"{type(each).__name__} is sharded already: fully_shard, or the wrapper, was "
-                "applied to it before"
+                f"{type(each).__name__} is, or holds, a FullyShardedDataParallel: a model is "
+                "sharded by the wrapper or by fully_shard, not by both"
             )
     if not given:
         raise ValueError("fully_shard expects at least one module, but got an empty list")
     below = {sub for each in given for sub in each.modules() if sub is not each}
     return [each for each in dict.fromkeys(given) if each not in below]
+
+
+def _is_in_place(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
 
 
 def _resharding(
@@ -137,11 +148,14 @@ def _resharding(
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
     size = data_parallel.shard_size
-    if not isinstance(reshard_after_forward, int) or (
-        reshard_after_forward < 1 or size % reshard_after_forward
-    ):
+    if not isinstance(reshard_after_forward, int):
         raise ValueError(
-            "If reshard_after_forward is an int, it should be a factor of "
+            "reshard_after_forward should be a bool or an int representing the group size to "
+            f"reshard to, not {reshard_after_forward}"
+        )
+    if reshard_after_forward < 1 or size % reshard_after_forward:
+        raise ValueError(
+            "If passing reshard_after_forward as an int, it should be a factor of "
             f"{size}, not {reshard_after_forward}"
         )
     if reshard_after_forward in (1, size):
@@ -189,9 +203,9 @@ def _dims(
             dims[parameter] = 0
             continue
         if not isinstance(placement, Shard):
-            raise NotImplementedError(
-                f"shard_placement_fn returned {placement!r} for {name}: it may return Shard(dim), "
-                "or None for Shard(0)"
+            raise ValueError(
+                f"Invalid shard_placement_fn result: {placement} (for {name}; it may return "
+                "Shard(dim), or None for Shard(0))"
             )
         dim = placement.dim + parameter.dim() if placement.dim < 0 else placement.dim
         size = data_parallel.shard_size

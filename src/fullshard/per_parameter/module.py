@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from ..engine.params.row_handle import RowHandle
+from ..engine.runtime.unit import Unit
 from ..engine.runtime.untraced import untraced_itself
 from ..forward_method import ForwardMethod
 from ..fsdp import UnshardHandle
 from .module_unit import ModuleUnit, unit_of
 
-__all__ = ["FSDPModule"]
+__all__ = ["FSDPModule", "share_comm_ctx"]
 
 
 class FSDPModule:
@@ -100,6 +102,7 @@ class FSDPModule:
                 if isinstance(handle, RowHandle):
                     handle.take_unreduced()
                     handle.show_local_gradients(False)
+            other.unit.reduction.drop_partial_sums()
 
     # -- gradients ----------------------------------------------------------------------------
 
@@ -113,7 +116,7 @@ class FSDPModule:
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by ``factor`` in place of the number of ranks."""
         unit = self._fullshard_module_unit.unit
-        unit.reduction.rescale = unit.world_size / factor
+        unit.reduction.set_rescale(unit.world_size / factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of :meth:`set_gradient_divide_factor`."""
@@ -125,6 +128,72 @@ class FSDPModule:
         They are there in any case: every backward ends with its reduces done.
         """
 
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether a backward sums gradients over the ranks that hold copies of the shards.
+
+        Otherwise their sums over the shards' ranks are kept, unseen, until one does.
+        """
+        for other in _units(self, recurse):
+            if other.is_hybrid:
+                other.unit.reduction.set_all_reduce(requires_all_reduce)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
+    ) -> None:
+        """Call ``hook`` with the module's reduced gradients, flat, after each backward of it."""
+        if stream is not None:
+            raise _not_built("set_all_reduce_hook(stream=)", "leave stream out")
+        self._fullshard_module_unit.unit.reduction.set_after_reduce(hook)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Have the backend make sums, which are then divided, also where it could make means."""
+        for other in _units(self, recurse=True):
+            other.unit.reduction.set_sums_only(enable)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether ranks may use different parameters. They may in any case."""
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """How many buffers may be reduced from at a time. The engine never has more than two."""
+        if not isinstance(max_input_buffers, int) or max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+
+    # -- communication ------------------------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: Any) -> NoReturn:
+        """Not built: the engine's own collectives are used."""
+        raise _not_built("set_custom_all_gather", "the engine's own all-gather is used")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
+        """Not built: the engine's own collectives are used."""
+        raise _not_built("set_custom_reduce_scatter", "the engine's own reduce-scatter is used")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Not built, where it is asked for."""
+        if enable:
+            raise _not_built(
+                "set_allocate_memory_from_process_group_for_comm(True)", "leave it out"
+            )
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
+        """Not built."""
+        raise _not_built("set_symm_mem_for_comm", "leave it out")
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Not built, where it is asked for: all collectives of a module use the mesh's groups."""
+        if enable:
+            raise _not_built("set_separate_reduce_scatter_group(True)", "leave it out")
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Let the next forward all-gather after ``event``, at which the optimizer has stepped."""
+        self._fullshard_module_unit.gather_after(event)
+
     # -- residency ----------------------------------------------------------------------------
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -135,6 +204,22 @@ class FSDPModule:
             )
         for other in _units(self, recurse):
             other.set_reshard_after_forward(reshard_after_forward)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether full parameters are freed after backward, or stay until some change."""
+        for other in _units(self, recurse):
+            other.unit.stay_after_backward(not reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward needs the full parameters.
+
+        A hint that saves an all-gather; this engine does not take it, and all-gathers.
+        """
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Whether all-gathers wait for nothing on the host. They do not in any case."""
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """All-gather the ``modules``, in this order, when this one's forward begins."""
@@ -153,6 +238,10 @@ class FSDPModule:
             raise ValueError(f"{type(self)} does not have a method {method_name}")
         setattr(self, method_name, ForwardMethod(self._fullshard_module_unit, method))
 
+    @property
+    def _unit(self) -> Unit:
+        return self._fullshard_module_unit.unit
+
     def _get_fsdp_state(self) -> ModuleUnit:
         return self._fullshard_module_unit
 
@@ -161,7 +250,7 @@ def _all_units(modules: Iterable[Any]) -> list[ModuleUnit]:
     found: list[ModuleUnit] = []
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ValueError(f"modules should be FSDPModules, but got {type(module).__name__}")
+            raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
         found.append(module._fullshard_module_unit)
     return found
 
@@ -172,6 +261,17 @@ def _units(module: Any, recurse: bool) -> list[ModuleUnit]:
         return [module._fullshard_module_unit]
     found = (unit_of(submodule) for submodule in module.modules())
     return list(dict.fromkeys(unit for unit in found if unit is not None))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let the units of several models use the same streams. All units on a device do."""
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expects list of FSDPModules but got {module}")
+
+
+def _not_built(what: str, instead: str) -> NotImplementedError:
+    return NotImplementedError(f"fullshard's fully_shard has no {what} yet: {instead}")
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}

@@ -43,6 +43,7 @@ class ModuleUnit:
         self._reshards_after_forward = reshard_after_forward
         self.schedule: Schedule | None = None
         self.is_root: bool | None = None
+        self._gather_after: Any = None
         #: What the user had prefetched when this unit's forward, or backward, begins.
         self.forward_prefetch: list[ModuleUnit] = []
         self.backward_prefetch: list[ModuleUnit] = []
@@ -54,6 +55,8 @@ class ModuleUnit:
         """Call ``function`` with full parameters in place."""
         schedule = self.schedule or self.start()
         unit, depth = self.unit, schedule.depth
+        if self._gather_after is not None:
+            self._await_event()
         try:
             if self._adapts_inputs:
                 args, kwargs = self._adapt_inputs(args, kwargs)
@@ -67,6 +70,16 @@ class ModuleUnit:
         if self.precision.output_dtype is not None:
             output = cast_floating(output, self.precision.output_dtype)
         return output
+
+    def gather_after(self, event: Any) -> None:
+        """Let the next forward begin after ``event``."""
+        self._gather_after = event
+
+    @untraced
+    def _await_event(self) -> None:
+        event, self._gather_after = self._gather_after, None
+        if self.unit.device.type != "cpu":
+            event.wait()
 
     @property
     def _adapts_inputs(self) -> bool:
@@ -110,15 +123,14 @@ class ModuleUnit:
     def start(self) -> Schedule:
         """Become the root of the units below, at the first forward."""
         everything = list(self.below())
+        for _, other in everything:
+            other.restart()
         for path, other in everything:
             name = clean_tensor_name(f"{path}.")[:-1] if path else ""
             other.unit.start_training(name or f"(root) {type(other.modules[0]).__name__}", {})
             check_materialized(other)
         units = [other.unit for _, other in everything]
         check_one_device(unit for unit in units if unit.handles)
-        for _, other in everything:
-            if other.schedule is not None:
-                other.schedule.rest()
         for _, other in everything:
             other.is_root = other is self
             other._settle_strategy()
@@ -141,6 +153,17 @@ class ModuleUnit:
         strategy = strategy_for(reshards, self.is_hybrid)
         if strategy is not self.unit.options.strategy:
             self.unit.set_options(dataclasses.replace(self.unit.options, strategy=strategy))
+
+    def show_sharded_in_state_dicts(self) -> None:
+        """Have state dicts of the unit's modules, saved or loaded, find sharded parameters."""
+        owners = (place.module for h in self.unit.handles for found in h.places for place in found)
+        for module in dict.fromkeys(owners):
+            module.register_state_dict_pre_hook(self._reshard_if_idle)
+            module.register_load_state_dict_pre_hook(self._reshard_if_idle)
+
+    def _reshard_if_idle(self, *_: Any) -> None:
+        if self.unit.shows_full and self.schedule is not None and self.schedule.is_idle:
+            self.schedule.reshard(self.unit)
 
     def restart(self) -> None:
         """Bring all units of the step's schedule back to sharded."""

@@ -94,14 +94,18 @@ class Average(NamedTuple):
     in_collective: bool
 
     @classmethod
-    def over(cls, shards: Group, copies: Group | None, dtype: torch.dtype) -> Average:
+    def over(
+        cls, shards: Group, copies: Group | None, dtype: torch.dtype, sums_only: bool = False
+    ) -> Average:
         ranks = shards.size * (copies.size if copies else 1)
         before = 1.0
         if dtype is torch.float16:
             # Half of the range's exponent on either side of the sum: neither end overflows.
             while ranks % (before * 2) == 0 and before * before < ranks:
                 before *= 2
-        in_collective = before == 1.0 and all(g.averages for g in (shards, copies) if g)
+        in_collective = (
+            not sums_only and before == 1.0 and all(g.averages for g in (shards, copies) if g)
+        )
         after = 1.0 if in_collective else ranks / before
         return cls(shards, copies, before, after, in_collective)
 

@@ -6,7 +6,7 @@ and ``gradients.py`` does it for one group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,10 @@ from .comm_hook import Ballot, CommHook, reduce_with_hook, settle_by_vote
 
 if TYPE_CHECKING:
     from ..runtime.unit import Unit
+
+
+def _already_waited() -> None:
+    """The sum over the shards' ranks is there."""
 
 
 class Reduction:
@@ -35,6 +39,14 @@ class Reduction:
         self.ballots: list[Ballot] = []
         #: What reduced gradients are multiplied by: not all ranks may have any (``Join``).
         self.rescale = 1.0
+        #: Whether gradients are summed over the ranks that hold copies of the shards, too.
+        self.all_reduces = True
+        #: Whether the backend is asked for sums, also where it could make means of them.
+        self.sums_only = False
+        #: Called with each group's reduced gradients, in one flat tensor.
+        self.after_reduce: Callable[[torch.Tensor], object] | None = None
+        #: Sums over the shards' ranks that wait for the sum over the copies' ranks.
+        self._partial_sums: dict[FlatParamHandle, torch.Tensor] = {}
         self._averages: dict[torch.dtype, flow.Average] = {}
         self._staged: list[flow.ReduceInput | flow.UnreducedGradients] = []
         #: What a device may still be reducing from.
@@ -107,14 +119,19 @@ class Reduction:
             item.deliver()
             return
         unit, hook = self._unit, self.comm_hook
+        reduced: torch.Tensor | None
         if hook is not None:
             reduced = reduce_with_hook(item, hook, unit.shards, unit.copies, unit.name)
         else:
-            reduced = self._start(item).finish()
-        if self.rescale != 1.0:
+            reduced = self._finish(self._start(item))
+        if reduced is not None and self.rescale != 1.0:
             reduced.mul_(self.rescale)
         if not unit.streams.runs_ahead:
             item.release()
+        if reduced is None:
+            return
+        if self.after_reduce is not None:
+            self.after_reduce(reduced)
         undecided = flow.deliver(item.handle, reduced, item.absent)
         if hook is None:
             self._undecided += undecided
@@ -125,8 +142,46 @@ class Reduction:
         unit, dtype = self._unit, item.flat.dtype
         average = self._averages.get(dtype)
         if average is None:
-            average = self._averages[dtype] = flow.Average.over(unit.shards, unit.copies, dtype)
+            average = flow.Average.over(unit.shards, unit.copies, dtype, self.sums_only)
+            self._averages[dtype] = average
         return flow.start_reduce(item, average, unit.name)
+
+    def _finish(self, reducing: flow.Reducing) -> torch.Tensor | None:
+        """The mean over all ranks; None while it is not to be made (:attr:`all_reduces`)."""
+        if self.all_reduces and not self._partial_sums:
+            return reducing.finish()
+        reducing.await_sum()
+        handle = reducing.staged.handle
+        earlier = self._partial_sums.pop(handle, None)
+        if earlier is not None:
+            reducing.sum.add_(earlier)
+        if not self.all_reduces:
+            self._partial_sums[handle] = reducing.sum
+            return None
+        return reducing._replace(await_sum=_already_waited).finish()
+
+    # -- what users ask for -------------------------------------------------------------------
+
+    def set_rescale(self, factor: float) -> None:
+        """Multiply reduced gradients by ``factor``."""
+        self.rescale = factor
+
+    def set_all_reduce(self, enabled: bool) -> None:
+        """Sum gradients over the ranks that hold copies, or keep sums until that is asked for."""
+        self.all_reduces = enabled
+
+    def set_sums_only(self, enabled: bool) -> None:
+        """Ask the backend for sums, and divide them."""
+        self.sums_only = enabled
+        self._averages.clear()
+
+    def set_after_reduce(self, hook: Callable[[torch.Tensor], object] | None) -> None:
+        """Call ``hook`` with each group's reduced gradients."""
+        self.after_reduce = hook
+
+    def drop_partial_sums(self) -> None:
+        """Forget sums that wait for the ranks that hold copies."""
+        self._partial_sums.clear()
 
     @property
     def may_run_behind_compute(self) -> bool:
@@ -147,10 +202,14 @@ class Reduction:
         # One by one: those that follow one that raises are still to be waited for.
         while self._in_flight:
             reducing = self._in_flight.pop(0)
-            staged, reduced = reducing.staged, reducing.finish()
-            if self.rescale != 1.0:
+            staged, reduced = reducing.staged, self._finish(reducing)
+            if reduced is not None and self.rescale != 1.0:
                 reduced.mul_(self.rescale)
             staged.release()
+            if reduced is None:
+                continue
+            if self.after_reduce is not None:
+                self.after_reduce(reduced)
             self._undecided += flow.deliver(staged.handle, reduced, staged.absent)
 
     # -- on an accelerator --------------------------------------------------------------------

@@ -250,7 +250,9 @@ class Backward:
             # Gradients that are differentiated again reach the parameters by ways of their own.
             residency.pin()
             unit.show_sharded()
-        elif not unit.syncs_gradients and unit.options.keeps_full_after_forward:
+        elif unit.stays_after_backward or (
+            not unit.syncs_gradients and unit.options.keeps_full_after_forward
+        ):
             residency.keep()
             unit.show_sharded()
         else:

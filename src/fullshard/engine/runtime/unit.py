@@ -81,6 +81,8 @@ class Unit:
         self.full_precision = False
         #: Whether backward reduces gradients (False inside ``no_sync``).
         self.syncs_gradients = True
+        #: Whether full parameters stay after a backward, for the next forward.
+        self.stays_after_backward = False
         self.reduction = Reduction(self)
         #: The units that the user asked to be prefetched when a backward reaches this one.
         self.prefetch_in_backward: Sequence[Unit] | None = None
@@ -154,6 +156,10 @@ class Unit:
         """Follow other options from now on."""
         self.options = options
         self.set_device(self.device)
+
+    def stay_after_backward(self, enabled: bool) -> None:
+        """Keep full parameters after a backward; the next forward uses them if none changed."""
+        self.stays_after_backward = enabled
 
     def prefetch_when_reached(self, units: Sequence[Unit]) -> None:
         """Have ``units`` prefetched, in place of the next one, when a backward reaches this one."""

@@ -26,6 +26,7 @@ from ..model.sharded_tensors import empty_like, is_sharded, shape_of
 from ..optim.conversion import check_fits
 from ..optim.methods import OptimStateDicts
 from ..optim.params import parameter_groups_of
+from . import in_place
 from .errors import CheckpointError
 from .manifest import Manifest, Table
 from .plain import entries
@@ -62,6 +63,8 @@ def agree_to(verb: str, model: nn.Module) -> None:
 
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """The sharded state of a model and its optimizers, in the host's memory."""
+    if in_place.is_sharded_in_place(model):
+        return in_place.state_of(model, optimizers_in(optimizer))
     with _sharded(model):
         return {
             "model": dict(model.state_dict()),
@@ -81,6 +84,8 @@ def check_optimizers(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], states: Sequence[Any]
 ) -> None:
     """Raise if an optimizer of this rank is another's; without communication."""
+    if in_place.is_sharded_in_place(model):
+        return
     for each, found in zip(optimizers, states, strict=True):
         check_fits(model, parameter_groups_of(model, each), found)
 
@@ -92,6 +97,9 @@ def put_back(
     states: Sequence[Any],
 ) -> None:
     """Load a model's and its optimizers' sharded state; nothing, if an optimizer is another's."""
+    if in_place.is_sharded_in_place(model):
+        in_place.put_back(model, optimizers, state, states)
+        return
     with _sharded(model):
         fitting = [
             OptimStateDicts.optim_state_dict_to_load(model, each, found)

@@ -1,0 +1,55 @@
+"""The state of models to which ``fully_shard`` was applied: DTensors, under the model's own names.
+
+Its form is that of wrapped models' state, so that checkpoints move between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from ...engine.params.row_handle import RowHandle
+from ...wrap import is_unit
+
+
+def is_sharded_in_place(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to a module of ``model``."""
+    units: Any = filter(is_unit, model.modules())
+    return any(isinstance(h, RowHandle) for unit in units for h in unit._unit.handles)
+
+
+def state_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """The sharded state of a model and its optimizers."""
+    _rest(model)
+    return {
+        "model": dict(model.state_dict()),
+        "optimizers": [get_optimizer_state_dict(model, each) for each in optimizers],
+    }
+
+
+def put_back(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    state: Mapping[str, Any],
+    states: Sequence[Any],
+) -> None:
+    """Load a model's and its optimizers' sharded state."""
+    _rest(model)
+    model.load_state_dict(state)
+    for each, found in zip(optimizers, states, strict=True):
+        set_optimizer_state_dict(model, each, found)
+
+
+def _rest(model: Any) -> None:
+    """Have sharded parameters in place, where a forward left full ones."""
+    for module in filter(is_unit, model.modules()):
+        reshard: Any = getattr(module, "reshard", None)
+        if reshard is not None:
+            reshard()
