@@ -102,7 +102,7 @@ def test_names_imported_in_either_way_are_ours_while_installed() -> None:
         assert FullyShardedDataParallel is fullshard.FullyShardedDataParallel
         assert torch.distributed.fsdp.ShardingStrategy is fullshard.ShardingStrategy
         assert ModuleWrapPolicy is fullshard.wrap.ModuleWrapPolicy
-        assert torch.distributed.fsdp.fully_shard.__module__.startswith(PACKAGE)
+        assert torch.distributed.fsdp.fully_shard is fullshard.fully_shard
 
 
 def test_modules_of_torch_that_imported_a_name_before_get_ours() -> None:
