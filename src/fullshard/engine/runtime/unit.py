@@ -47,7 +47,7 @@ OnGradients = Callable[["Unit", Sequence[Gradients]], None]
 
 
 class State(Enum):
-    """Where a unit's full parameters are."""
+    """The state of a unit's full parameters."""
 
     SHARDED = auto()
     UNSHARDING = auto()
@@ -166,12 +166,12 @@ class Unit:
 
     @functools.cached_property
     def offloads(self) -> bool:
-        """Whether shards and gradients rest on the host, away from where the unit computes."""
+        """True if shards and gradients rest on the host, away from where the unit computes."""
         return any(handle.offload for handle in self.handles)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a rank keeps a part of the parameters only."""
+        """True if a rank keeps a part of the parameters only."""
         return self.options.is_sharded
 
     @property
@@ -180,7 +180,7 @@ class Unit:
 
     @property
     def holds_a_copy(self) -> bool:
-        """Whether the full buffers are a copy, in another precision or place, of whole shards."""
+        """True if the full buffers are a copy, in another precision or place, of whole shards."""
         return not self.is_sharded and any(not buffer.is_standing for buffer in self.full_buffers)
 
     def versions(self) -> list[int]:
@@ -188,15 +188,15 @@ class Unit:
         return [*map(_VERSION, chain.from_iterable(map(_OPTIMIZER_PARAMS, self.handles)))]
 
     def was_changed_since(self, versions: list[int] | None) -> bool:
-        """Whether parameters were changed in place since ``versions`` were noted, if they were."""
+        """True if parameters were changed in place since ``versions`` were noted, if they were."""
         return versions is not None and versions != self.versions()
 
     def lends(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in memory that goes when the full parameters go."""
+        """True if ``tensor`` lies in memory that goes when the full parameters go."""
         return any_holds(self.full_buffers, tensor)
 
     def made(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` may lead autograd into this unit, and is not a parameter."""
+        """True if ``tensor`` may lead autograd into this unit, and is not a parameter."""
         return tensor.grad_fn is not None and not (is_handed_out(tensor) or self.lends(tensor))
 
     def forget_views(self) -> None:
@@ -343,7 +343,7 @@ class Unit:
             self.shows_full, self._shown = False, []
 
     def shows_what_it_unsharded(self) -> bool:
-        """Whether nobody replaced the full parameters since they were put in place."""
+        """True if nobody replaced the full parameters since they were put in place."""
         return all(
             handle.skip_writeback_check or handle.shows(full, buffer)
             for handle, full, buffer in zip(
