@@ -28,7 +28,7 @@ from .engine.comm.order_check import RanksDisagreeError
 from .engine.params.flat_param import FlatParameter
 from .fsdp import FullyShardedDataParallel, UnshardHandle, register_fsdp_forward_method
 from .grad.scaler import ShardedGradScaler
-from .state.optim.template import optim_state_template
+from .state.optim.methods import optim_state_template
 
 if TYPE_CHECKING:
     from .state.checkpoint import (

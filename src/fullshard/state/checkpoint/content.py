@@ -23,7 +23,7 @@ from ...engine.params.locations import clean_tensor_name
 from ...wrap import is_unit
 from ..model.methods import StateDicts
 from ..model.sharded_tensors import empty_like, is_sharded, shape_of
-from ..optim.conversion import check_fits
+from ..optim.load import check_loadable
 from ..optim.methods import OptimStateDicts
 from ..optim.params import parameter_groups_of
 from .errors import CheckpointError
@@ -82,7 +82,7 @@ def check_optimizers(
 ) -> None:
     """Raise if an optimizer of this rank is another's; without communication."""
     for each, found in zip(optimizers, states, strict=True):
-        check_fits(model, parameter_groups_of(model, each), found)
+        check_loadable(model, parameter_groups_of(model, each), found)
 
 
 def put_back(

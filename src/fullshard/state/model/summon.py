@@ -22,7 +22,7 @@ from ...engine.params.flat_param import FlatParamHandle, check_shape, parameter_
 from ...engine.params.tensor_parallel import as_shown, local_part
 from ...engine.runtime.forward import Schedule
 from ...engine.runtime.unit import Unit
-from .gathering import gather_shards, in_buffer_order, store_own_part, whole_views
+from .gathering import full_views, gather_shards, in_buffer_order, store_own_part
 
 
 @contextlib.contextmanager
@@ -105,7 +105,7 @@ class _Part:
         flat, views = buffer.flat, buffer.views
         if to_cpu and flat.device.type != "cpu":
             flat = flat.to("cpu")
-            views = whole_views(handle, flat)
+            views = full_views(handle, flat)
         self._views = views
         if handle.use_orig_params:
             self._parameters = list(handle.params)
@@ -258,7 +258,7 @@ def _whole_gradients(unit: Unit, handle: FlatParamHandle) -> list[torch.Tensor |
             present[index] = 1
     (full,) = gather_shards(unit, [handle], [shard])
     unit.shards.all_reduce(present, unit.name)
-    views = whole_views(handle, full)
+    views = full_views(handle, full)
     return [view if some else None for view, some in zip(views, present.tolist(), strict=True)]
 
 
