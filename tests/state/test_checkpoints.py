@@ -139,7 +139,7 @@ def test_several_optimizers_parameter_groups_and_odd_parameters_come_back(tmp_pa
         assert torch.equal(value, weights[name]), name
     for each, state in zip(loaded, before, strict=True):
         assert_same_optim_state(full_state(model, each), state)
-    with pytest.raises(CheckpointError, match="saved with 2 optimizers, and 1 are to be loaded"):
+    with pytest.raises(CheckpointError, match="saved with 2 optimizers, but 1 are to be loaded"):
         fullshard.load(folder, model, loaded[0])
 
 

@@ -71,8 +71,8 @@ def local_rows_of(value: Any, unit: Unit, distribution: Distribution | None) -> 
                 "represent. Load a DTensor or a full tensor"
             )
         return None
-    cut: Any = value.placements, value.device_mesh
-    if cut != (joint_placements(unit, distribution), joint_mesh(unit, distribution)):
+    found: Any = value.placements, value.device_mesh
+    if found != (joint_placements(unit, distribution), joint_mesh(unit, distribution)):
         return None
     rows: torch.Tensor = value.to_local()
     return rows
@@ -84,8 +84,8 @@ def part_of(value: Any, distribution: Distribution | None) -> torch.Tensor:
     A DTensor with other placements is all-gathered first, by all ranks of its mesh.
     """
     if distribution is None:
-        whole: torch.Tensor = value
-        return whole
+        full: torch.Tensor = value
+        return full
     if not is_distributed(value):
         return distribution.part(value)
     if value.device_mesh == distribution.mesh and value.placements == distribution.placements:

@@ -196,7 +196,7 @@ class StateDicts(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        # What is registered on the wrapper itself has the same name as in the wrapped model.
+        # Parameters and buffers of the wrapper itself have no prefix.
         own = {prefix + name for name in (*self._parameters, *self._buffers)}
         renamed = {
             prefix + f"{WRAPPED_MODULE}." + key[len(prefix) :]

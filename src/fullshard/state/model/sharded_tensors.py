@@ -186,15 +186,15 @@ def local_rows(value: Any, group: Group) -> torch.Tensor:
     All ranks of the group raise it or none does: otherwise some would wait for the others.
     """
     if hasattr(value, "to_local"):
-        _check_cut(value, group)
+        _check_placements(value, group)
         local: torch.Tensor = value.to_local()
         return local
     rows = [Rows.of(shape_of(value)[0], rank, group.size) for rank in range(group.size)]
     expected = [(start, end - start) for start, end in rows if end > start]
     shards = sorted(value.metadata().shards_metadata, key=lambda shard: shard.placement.rank())
-    cut = [(shard.shard_offsets[0], shard.shard_sizes[0]) for shard in shards]
+    chunks = [(shard.shard_offsets[0], shard.shard_sizes[0]) for shard in shards]
     # torch's sharding specs also list the empty chunks of ranks that have no rows.
-    found = [(first, rows) for first, rows in cut if rows]
+    found = [(first, rows) for first, rows in chunks if rows]
     if found != expected:
         raise ValueError(
             f"the {group.size} ranks that share the parameter expect (first row, rows) {expected} "
@@ -203,19 +203,20 @@ def local_rows(value: Any, group: Group) -> torch.Tensor:
     return local_shard(value)
 
 
-def _check_cut(value: Any, group: Group) -> None:
+def _check_placements(value: Any, group: Group) -> None:
     """Raise ValueError for a DTensor whose rows are not sharded over the group's ranks in order."""
     mesh = value.device_mesh.mesh
-    cut = [
+    shardings = [
         (place, dim)
         for dim, place in enumerate(value.placements)
         if not place.is_replicate() and mesh.shape[dim] > 1
     ]
     if group.size == 1:
-        fits = not cut
-    elif len(cut) == 1 and cut[0][0].is_shard(0):
-        streams = mesh.movedim(cut[0][1], -1).reshape(-1, mesh.shape[cut[0][1]])
-        fits = dist.get_process_group_ranks(group.group) in streams.tolist()
+        fits = not shardings
+    elif len(shardings) == 1 and shardings[0][0].is_shard(0):
+        _, dim = shardings[0]
+        groups = mesh.movedim(dim, -1).reshape(-1, mesh.shape[dim])
+        fits = dist.get_process_group_ranks(group.group) in groups.tolist()
     else:
         fits = False
     if not fits:

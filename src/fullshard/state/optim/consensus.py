@@ -63,7 +63,7 @@ class Report(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What all ranks agree on; ``value`` is in host memory, and None for a per-element tensor."""
+    """An entry that all ranks agree on; ``value``, in host memory, is None if it is per-element."""
 
     is_per_element: bool
     dtype: torch.dtype | None

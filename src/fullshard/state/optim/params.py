@@ -63,7 +63,7 @@ class OptimParam:
 
     @property
     def is_flat(self) -> bool:
-        """True for a flat parameter, which stands for all of its originals."""
+        """True for a flat parameter, which consists of all of its originals."""
         return self.handle is not None and not self.handle.use_orig_params
 
     @property

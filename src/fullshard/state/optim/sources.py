@@ -1,4 +1,4 @@
-"""Where the values of a state dict to load are: on every rank, or on the first rank alone."""
+"""The values of a state dict to load, which every rank has, or the first rank alone."""
 
 from __future__ import annotations
 
