@@ -197,7 +197,7 @@ def test_a_rank_that_cannot_reach_the_folder_is_named_on_every_rank(
     elsewhere.mkdir(exist_ok=True)
     monkeypatch.chdir(folder if dist.get_rank() == 0 else elsewhere)
 
-    with pytest.raises(CheckpointError, match=r"manifest\.json is there .* not for rank 1"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json is there .* not on rank 1"):
         fullshard.load("here", model)
 
 
