@@ -31,7 +31,8 @@ from .params import OptimParam
 
 States = Mapping[OptimParam, Mapping[str, Any]]
 
-_ALL_UNITS = "(all)"
+#: The name in the order check of what ranks do for all units at once.
+ALL_UNITS = "(all)"
 
 
 class Fact(NamedTuple):
@@ -78,15 +79,15 @@ def agree_on_entries(
 
     A parameter for which no rank has state has no entries.
     """
-    group.begin_pass("optimizer state", _ALL_UNITS)
+    group.begin_pass("optimizer state", ALL_UNITS)
     mine = _reports(params, states)
-    told = group.gather_objects(([param.path for param in params], mine), _ALL_UNITS)
+    told = group.gather_objects(([param.path for param in params], mine), ALL_UNITS)
     paths, reports = zip(*told, strict=True)
     _check_same_parameters(paths)
     common = _common_entries(reports)
     if any(fact.matches and key in common for key, fact in _all_facts(reports)):
         mine = _reports(params, states, common)
-        reports = tuple(group.gather_objects(mine, _ALL_UNITS))
+        reports = tuple(group.gather_objects(mine, ALL_UNITS))
     holders = [
         (param, *_compare_reports(param, found, common))
         for param, *found in zip(params, *reports, strict=True)
@@ -300,7 +301,7 @@ def _common_tensors(
         copied(states[param][key], torch.device("cpu")) if rank == group.rank else None
         for param, key, rank in wanted
     ]
-    found = group.gather_objects(mine, _ALL_UNITS)
+    found = group.gather_objects(mine, ALL_UNITS)
     return {
         (param, key): found[rank][position] for position, (param, key, rank) in enumerate(wanted)
     }

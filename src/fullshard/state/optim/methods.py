@@ -278,9 +278,9 @@ def _allocate(
     if not hasattr(described, "size"):
         return None  # Not a tensor: dcp.load replaces it by the value.
     dtype, shape = described.properties.dtype, tuple(described.size)
-    if param.state is None or shape != param.full_shape(original) or shape == ():
+    if param.unit_state is None or shape != param.full_shape(original) or shape == ():
         return torch.zeros(shape, dtype=dtype)
-    unit = param.state.unit
+    unit = param.unit_state.unit
     last = Rows.of(shape[0], unit.shards.size - 1, unit.shards.size)
     if last.start == last.end:
         # torch.distributed.checkpoint ignores a ShardedTensor on ranks that have no shard of it,
@@ -291,4 +291,4 @@ def _allocate(
     distribution = param.distribution(original)
     if distribution is not None:
         full = distribution.part(full)
-    return param.state.saved_copy(full, config, distribution)
+    return param.unit_state.saved_copy(full, config, distribution)

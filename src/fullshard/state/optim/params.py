@@ -46,14 +46,14 @@ class OptimParam:
 
     ``path`` is its fully qualified name without the wrappers' prefixes; a flat parameter's ends in
     ``_flat_param``. ``position`` is its index among all parameters that an optimizer could hold.
-    ``state`` and ``handle`` are None for a parameter that no unit manages.
+    ``unit_state`` and ``handle`` are None for a parameter that no unit manages.
     """
 
     parameter: nn.Parameter
     path: str
     originals: tuple[OriginalParam, ...]
     position: int
-    state: UnitState | None = None
+    unit_state: UnitState | None = None
     handle: FlatParamHandle | None = None
 
     @property
@@ -172,8 +172,8 @@ def by_unit(groups: Groups) -> dict[UnitState, list[OptimParam]]:
     """The optimizer's parameters of each unit, in the order in which ranks communicate."""
     found: dict[UnitState, list[OptimParam]] = {}
     for param in in_model_order(groups):
-        if param.state is not None:
-            found.setdefault(param.state, []).append(param)
+        if param.unit_state is not None:
+            found.setdefault(param.unit_state, []).append(param)
     return found
 
 

@@ -23,7 +23,7 @@ from ...engine.params.flat_param import FlatParamHandle
 from ...engine.params.locations import clean_tensor_name
 from ..model import gathering
 from ..model.unit_state import UnitState
-from .consensus import Entry, States, agree_on_entries, copied
+from .consensus import ALL_UNITS, Entry, States, agree_on_entries, copied
 from .params import Groups, OptimParam, by_unit, in_model_order, optim_groups, unit_states
 
 #: The state of each parameter, by name.
@@ -200,7 +200,7 @@ class _Conversion:
         for param in in_model_order(self._groups):
             if param in entries:
                 self._save_common(param, entries[param])
-            elif param.state is None or param.state in units:
+            elif param.unit_state is None or param.unit_state in units:
                 self._save_unsharded(param)
         originals = (o for group in self._groups for param in group for o in param.originals)
         return {o.name: self._found[o.name] for o in originals if o.name in self._found}
@@ -208,8 +208,8 @@ class _Conversion:
     def _agree(self, params: Iterable[OptimParam]) -> dict[OptimParam, dict[str, Entry]]:
         sharing: dict[Group, list[OptimParam]] = {}
         for param in params:
-            assert param.state is not None
-            sharing.setdefault(param.state.unit.shards, []).append(param)
+            assert param.unit_state is not None
+            sharing.setdefault(param.unit_state.unit.shards, []).append(param)
         entries: dict[OptimParam, dict[str, Entry]] = {}
         for group, members in sharing.items():
             entries.update(agree_on_entries(group, members, self._states))
@@ -227,8 +227,8 @@ class _Conversion:
             for group in dict.fromkeys(group for groups in parts for group in groups):
                 sharing.setdefault(group, []).append(param)
         for group, members in sharing.items():
-            group.begin_pass("optimizer state of parts", "(all)")
-            reports = group.gather_objects([entries[param] for param in members], "(all)")
+            group.begin_pass("optimizer state of parts", ALL_UNITS)
+            reports = group.gather_objects([entries[param] for param in members], ALL_UNITS)
             for param, *found in zip(members, *reports, strict=True):
                 entries[param] = next(filter(None, found), {})
 
@@ -291,18 +291,18 @@ class _Conversion:
 
     def _save_views(self, param: OptimParam, key: str, views: Mapping[int, torch.Tensor]) -> None:
         """Save a per-element entry of each original parameter; ``views`` are by their indices."""
-        assert param.state is not None
+        assert param.unit_state is not None
         for original in param.originals:
             view, distribution = views[original.index], param.distribution(original)
-            value = param.state.saved_copy(view, self._config, distribution)
+            value = param.unit_state.saved_copy(view, self._config, distribution)
             self._found.setdefault(original.name, {})[key] = value
 
     def _save_common(self, param: OptimParam, entries: Mapping[str, Entry]) -> None:
         """Save the entries that are the same on all ranks."""
-        assert param.state is not None
+        assert param.unit_state is not None
         for key, entry in entries.items():
             if not entry.is_per_element:
-                device = torch.device("cpu") if entry.on_host else param.state.unit.device
+                device = torch.device("cpu") if entry.on_host else param.unit_state.unit.device
                 self._save_copies(param, key, entry.value, device)
 
     def _save_unsharded(self, param: OptimParam) -> None:

@@ -22,9 +22,8 @@ from ..model.sharded_tensors import (
     shape_of,
 )
 from ..model.unit_state import UnitState
+from .consensus import ALL_UNITS
 from .params import OptimParam, OriginalParam
-
-_ALL_UNITS = "(all)"
 
 
 class Source(Protocol):
@@ -73,12 +72,12 @@ class EveryRank:
         """
         if not isinstance(value, torch.Tensor) or not is_sharded(value):
             return value
-        if param.state is None:
+        if param.unit_state is None:
             return _for_unmanaged(param, value)
         if param.distribution(original) is not None:
             dtensor: Any = value  # Tensor-parallel parameters are saved as nothing else.
             return dtensor.full_tensor()
-        unit = param.state.unit
+        unit = param.unit_state.unit
         rows = local_rows_of(value, unit, None)
         assert rows is not None
         unit.shards.begin_pass("load optimizer state", unit.name)
@@ -88,10 +87,10 @@ class EveryRank:
 
 def check_chunks(param: OptimParam, original: OriginalParam, value: Any) -> None:
     """Raise ValueError for a sharded entry whose chunks :class:`EveryRank` cannot all-gather."""
-    if param.state is None:
+    if param.unit_state is None:
         check_gatherable(value)
     else:
-        local_rows_of(value, param.state.unit, param.distribution(original))
+        local_rows_of(value, param.unit_state.unit, param.distribution(original))
 
 
 def _for_unmanaged(param: OptimParam, value: Any) -> Any:
@@ -126,14 +125,14 @@ class FirstRank:
             told["state"] = tree_map(_described, told.get("state"))
         if self._outermost.leads:
             for group in self._outermost.part_groups:
-                group.begin_pass("send optimizer state to other parts", _ALL_UNITS)
-                told = group.broadcast_object(told, _ALL_UNITS)
+                group.begin_pass("send optimizer state to other parts", ALL_UNITS)
+                told = group.broadcast_object(told, ALL_UNITS)
         if self._outermost.is_first_copy:
-            self._shards.begin_pass("scatter optimizer state", _ALL_UNITS)
-            told = self._shards.broadcast_object(told, _ALL_UNITS)
+            self._shards.begin_pass("scatter optimizer state", ALL_UNITS)
+            told = self._shards.broadcast_object(told, ALL_UNITS)
         if self._copies is not None:
-            self._copies.begin_pass("copy optimizer state", _ALL_UNITS)
-            told = self._copies.broadcast_object(told, _ALL_UNITS)
+            self._copies.begin_pass("copy optimizer state", ALL_UNITS)
+            told = self._copies.broadcast_object(told, ALL_UNITS)
         if self._outermost.is_first:
             return dict(state_dict or {})
         assert told is not None
@@ -199,7 +198,7 @@ class FirstRank:
         if self._outermost.is_first_copy:
             groups.insert(0, self._shards)
         for group in filter(None, groups):
-            group.broadcast([_as_bytes(sent)], _ALL_UNITS)
+            group.broadcast([_as_bytes(sent)], ALL_UNITS)
         return sent
 
     def _to_other_parts(self, value: torch.Tensor) -> torch.Tensor:
@@ -209,7 +208,7 @@ class FirstRank:
             sent.copy_(value)
         if self._outermost.leads:
             for group in self._outermost.part_groups:
-                group.broadcast([_as_bytes(sent)], _ALL_UNITS)
+                group.broadcast([_as_bytes(sent)], ALL_UNITS)
         return sent
 
 
