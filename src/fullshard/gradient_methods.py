@@ -36,14 +36,14 @@ class GradientMethods(nn.Module):
     def no_sync(self) -> Generator[None, None, None]:
         """Gradients of backwards inside stay local and whole; the next one outside reduces all."""
         units = self._units()
-        before = [unit.synchronizes for unit in units]
+        before = [unit.syncs_gradients for unit in units]
         for unit in units:
-            unit.synchronizes = False
+            unit.sync_gradients(False)
         try:
             yield
         finally:
-            for unit, synchronizes in zip(units, before, strict=True):
-                unit.synchronizes = synchronizes
+            for unit, syncs_gradients in zip(units, before, strict=True):
+                unit.sync_gradients(syncs_gradients)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As for any module; between forward and backward as well.
@@ -51,7 +51,7 @@ class GradientMethods(nn.Module):
         There a module may be showing full parameters, which are not those that have gradients.
         """
         showing = [unit for unit in self._units() if unit.shows_full and not unit.summoned]
-        hidden = [p for unit in showing for handle in unit.handles for p in handle.watched]
+        hidden = [p for unit in showing for handle in unit.handles for p in handle.optimizer_params]
         visible = [p for p in self.parameters() if p.is_leaf]
         nn.ParameterList([*hidden, *visible]).zero_grad(set_to_none)
 
@@ -60,7 +60,7 @@ class GradientMethods(nn.Module):
     ) -> None:
         """Switch what :meth:`no_sync` switches, without a context; with ``recurse`` below, too."""
         for unit in self._units() if recurse else [self._unit]:
-            unit.synchronizes = requires_gradient_sync
+            unit.sync_gradients(requires_gradient_sync)
 
     @untraced
     def clip_grad_norm_(

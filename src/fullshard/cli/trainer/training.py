@@ -75,7 +75,7 @@ def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) 
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(options, step)
 
-            with watched(model, optimizer, device, step - done) as measured:
+            with optimizer_params(model, optimizer, device, step - done) as measured:
                 own_loss, norm = run_step(model, optimizer, text, options, step, device)
 
             loss, stopping = agree(own_loss, stop, device)
@@ -182,7 +182,7 @@ def check_finite(step: int, loss: float, norm: float) -> None:
 
 
 @contextlib.contextmanager
-def watched(
+def optimizer_params(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, step: int
 ) -> Iterator[Measured]:
     """Measure the memory of one step early in the run, and of no other: measuring takes time."""

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from ...api import StateDictType
-from ...engine.params.flat_param import FlatParamHandle
+from ...engine.params.handle import FlatParamHandle
 from ...engine.params.locations import WRAPPED_MODULE
 from .loading import LoadReport, ShardLoader
 from .sharded_tensors import is_sharded

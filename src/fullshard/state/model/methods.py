@@ -40,6 +40,7 @@ class StateDicts(nn.Module):
 
     _unit_state: UnitState
     _unit_hooks: UnitHooks
+    _load_errors: list[str]
 
     def _keep_state(
         self, modules: Iterable[nn.Module], order: Order, nested: Iterable[Any]
@@ -50,10 +51,12 @@ class StateDicts(nn.Module):
         for wrapper in below:
             known.update(wrapper._unit_hooks.order)
         known.update(order)
-        self._unit_state = UnitState(self, _settings(StateDictType.FULL_STATE_DICT))
-        self._unit_state.include_part_groups(wrapper._unit_state for wrapper in below)
-        self._unit_hooks = UnitHooks(self._unit_state, modules, known)
-        self._load_errors: list[str] = []
+        state = UnitState(self)
+        if below:
+            state.include_part_groups([wrapper._unit_state for wrapper in below])
+        hooks = UnitHooks(state, modules, known)
+        # Past nn.Module.__setattr__, which is slow and has nothing to register here.
+        self.__dict__.update(_unit_state=state, _unit_hooks=hooks, _load_errors=[])
         self.register_load_state_dict_post_hook(_report_clean_names)
 
     def _keep_mesh(self, mesh: Any, nested: Iterable[Any]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ...api import (
+    FullOptimStateDictConfig,
     FullStateDictConfig,
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
@@ -17,7 +18,7 @@ from ...api import (
     StateDictSettings,
     StateDictType,
 )
-from ...engine.params.flat_param import FlatParamHandle
+from ...engine.params.handle import FlatParamHandle
 from ...engine.params.tensor_parallel import Distribution, local_part
 from ...engine.runtime.forward import Schedule
 from ...engine.runtime.unit import Unit
@@ -33,8 +34,10 @@ Values = dict[nn.Module, dict[str, Any]]
 class UnitState:
     """One unit's state dict settings, and the values that it saves; its wrapper owns it."""
 
-    def __init__(self, wrapper: Any, settings: StateDictSettings) -> None:
-        self.settings = settings
+    def __init__(self, wrapper: Any) -> None:
+        self.settings = StateDictSettings(
+            StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+        )
         self.mesh: sharded_tensors.SharedMesh | None = None
         self._own_mesh: sharded_tensors.SharedMesh | None = None
         self._wrapper = wrapper

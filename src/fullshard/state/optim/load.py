@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from ...api import FullOptimStateDictConfig, LocalOptimStateDictConfig, OptimStateDictConfig
-from ...engine.params.flat_param import FlatParamHandle
+from ...engine.params.handle import FlatParamHandle
 from ..model.sharded_tensors import is_sharded, shape_of
 from ..model.unit_state import UnitState
 from .consensus import copied

@@ -19,7 +19,7 @@ from torch import nn
 
 from ...api import FullOptimStateDictConfig, LocalOptimStateDictConfig, OptimStateDictConfig
 from ...engine.comm.collectives import Group
-from ...engine.params.flat_param import FlatParamHandle
+from ...engine.params.handle import FlatParamHandle
 from ...engine.params.locations import clean_tensor_name
 from ..model import gathering
 from ..model.unit_state import UnitState

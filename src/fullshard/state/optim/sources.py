@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ...engine.comm.collectives import Group
-from ...engine.params.flat_param import FlatParamHandle
+from ...engine.params.handle import FlatParamHandle
 from ...engine.params.tensor_parallel import Distribution, is_distributed
 from ..model.distributed_values import local_rows_of, part_of
 from ..model.gathering import own_part
