@@ -29,7 +29,7 @@ from .engine.params.flat_parameter import FlatParameter
 from .forward_method import register_fsdp_forward_method
 from .fsdp import FullyShardedDataParallel, UnshardHandle
 from .grad.scaler import ShardedGradScaler
-from .state.optim.template import optim_state_template
+from .state.optim.methods import optim_state_template
 
 if TYPE_CHECKING:
     from .state.checkpoint import (

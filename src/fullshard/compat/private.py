@@ -23,7 +23,7 @@ from fullshard.api import ShardingStrategy
 from fullshard.engine.comm.process_groups import groups_by_node
 from fullshard.engine.params.handle import FlatParamHandle
 from fullshard.engine.params.locations import clean_tensor_name
-from fullshard.state.model.state_hooks import FLAT_NAME
+from fullshard.state.model.unit_state import FLAT_NAME
 
 _names_in_torch = torch.distributed.checkpoint.state_dict._get_fqns
 _register_in_torch = torch.distributed.fsdp.register_fsdp_forward_method
