@@ -11,14 +11,17 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from .early_ends import tell_of_early_ends
 from .failures import failures_of, render
+from .hosts import HostsLost, watch_of
 
-__all__ = ["attempts_watched"]
+__all__ = ["Attempts", "attempts_watched"]
 
 #: The agent's method that looks at the ranks, and its number of restarts that are left.
 _LOOKS = "_monitor_workers"
@@ -29,12 +32,24 @@ _RANKS = "_pcontext"
 _SECONDS_TO_END = 5
 
 
+@dataclass
+class Attempts:
+    """What is known of the last attempt beside the failures of its ranks here."""
+
+    #: Why ranks failed on other hosts, a line for each.
+    elsewhere: list[str] = field(default_factory=list)
+
+
 @contextlib.contextmanager
-def attempts_watched() -> Iterator[None]:
-    """Inside the context, say why ranks are started again, soon, and do not after bad input."""
+def attempts_watched() -> Iterator[Attempts]:
+    """Inside the context, say why ranks are started again, soon, and do not after bad input.
+
+    An attempt also fails when another host is lost.
+    """
+    attempts = Attempts()
     look = vars(LocalElasticAgent).get(_LOOKS)
     if not callable(look):
-        yield
+        yield attempts
         return
 
     def look_closely(agent: Any, *arguments: Any, **options: Any) -> Any:
@@ -42,13 +57,15 @@ def attempts_watched() -> Iterator[None]:
         result = look(agent, *arguments, **options)
         # A torch that is other than expected must not end a run that would go on.
         with contextlib.suppress(AttributeError, TypeError):
-            _after_look(agent, result)
+            _after_look(agent, result, attempts)
             tell_of_early_ends(agent, getattr(agent, _RANKS))
+            if result.state == WorkerState.HEALTHY and _has_lost_hosts(agent):
+                return RunResult(state=WorkerState.FAILED)
         return result
 
     setattr(LocalElasticAgent, _LOOKS, look_closely)
     try:
-        yield
+        yield attempts
     finally:
         setattr(LocalElasticAgent, _LOOKS, look)
 
@@ -67,20 +84,47 @@ def _hasten_end(ranks: Any) -> None:
     ranks.close = close_soon
 
 
-def _after_look(agent: Any, result: Any) -> None:
+def _after_look(agent: Any, result: Any, attempts: Attempts) -> None:
     restarts = getattr(agent, _RESTARTS)
-    if not result.is_failed() or restarts <= 0:
+    if not result.is_failed():
         return
     failures = failures_of(result.failures)
+    watch = watch_of(agent, getattr(agent, _RANKS))
+    attempts.elsewhere = []
+    if watch is not None:
+        first = failures[0]
+        attempts.elsewhere = watch.failures_elsewhere(f"rank {first.rank}: {first.reason}")
+    if restarts <= 0:
+        return
     if failures[0].bad_input:
         setattr(agent, _RESTARTS, 0)
         return
+    told = "\n".join([render(failures), *attempts.elsewhere])
+    print(f"{told}\nStarting again; {_restarts(restarts - 1)}.", file=sys.stderr, flush=True)
+
+
+def _has_lost_hosts(agent: Any) -> bool:
+    """Whether ranks have to be started again because other hosts are lost; they have ended then.
+
+    Raises :class:`HostsLost` where they may not.
+    """
+    ranks = getattr(agent, _RANKS)
+    watch = watch_of(agent, ranks)
+    lost = watch.lost() if watch is not None else None
+    if lost is None:
+        return False
+    ranks.close()
+    restarts = getattr(agent, _RESTARTS)
+    if restarts <= 0:
+        raise HostsLost(lost)
     print(
-        f"{render(failures)}\nStarting again; {_restarts(restarts - 1)} after this.",
+        f"fullshard: {lost}\n"
+        f"Starting again when all hosts are back; {_restarts(restarts - 1)}.",
         file=sys.stderr,
         flush=True,
     )
+    return True
 
 
 def _restarts(number: int) -> str:
-    return f"{number} more restart{'s' * (number != 1)}"
+    return f"{number} more restart{'s' * (number != 1)} after this"

@@ -32,9 +32,11 @@ from torch.distributed.run import (
 from . import rank
 from .attempts import attempts_watched
 from .failures import failures_of, interruptions_in, render
+from .hosts import HostsLost
 from .meeting import guarded_rendezvous
 from .one_machine import loopback_variables, stay_on_machine
 from .problems import BadInput
+from .several_machines import interface_variables, patient_backend, stores_found_by_address
 
 __all__ = ["default_ranks", "launch"]
 
@@ -90,24 +92,30 @@ def launch(
         "TORCH_CPP_LOG_LEVEL": None if "TORCH_DISTRIBUTED_DEBUG" in os.environ else "ERROR",
         rank.LAUNCHER: str(os.getpid()),
         rank.RANKS_PRINT: "1" if ranks_print else None,
-        **(loopback_variables() if on_one_machine else {}),
+        **(loopback_variables() if on_one_machine else interface_variables(arguments)),
     }
     with (
         _environment_defaults(environment),
         _quiet_launcher(),
-        attempts_watched(),
+        attempts_watched() as attempts,
         guarded_rendezvous(),
+        stores_found_by_address(),
     ):
         try:
             config, program, program_arguments = config_from_args(arguments)
         except (AssertionError, OSError, ValueError) as error:
             raise _refusal(arguments, error) from error
+        config.rdzv_backend = patient_backend(config.rdzv_backend)
         try:
             elastic_launch(config=config, entrypoint=program)(*program_arguments)
         except ChildFailedError as error:
             failures = failures_of(error.failures)
-            print(render(failures), file=sys.stderr, flush=True)
+            print("\n".join([render(failures), *attempts.elsewhere]), file=sys.stderr, flush=True)
             return failures[0].exit_status
+        except HostsLost as error:
+            _ended_by.append(error)
+            print(f"fullshard: {error}", file=sys.stderr, flush=True)
+            return 1
         except SignalException as error:
             _ended_by.append(error)
             logs = getattr(config.logs_specs, "_run_log_dir", None)
