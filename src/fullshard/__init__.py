@@ -29,6 +29,7 @@ from .engine.flat_param import FlatParameter
 from .fsdp import FullyShardedDataParallel, UnshardHandle, register_fsdp_forward_method
 from .grad.scaler import ShardedGradScaler
 from .state.optim_template import optim_state_template
+from .stopping import StopRequest
 
 if TYPE_CHECKING:
     from .state.checkpoint import (
@@ -65,6 +66,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "StopRequest",
     "UnshardHandle",
     "export_safetensors",
     "latest",

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from tests.cluster import program
 from tests.cluster.hosts import TwoHosts, two_hosts, why_not
 
@@ -162,7 +161,9 @@ def test_without_a_network_every_rank_ends_and_the_missing_hosts_are_named(
     assert run.wait(30) == [1, 1], run.said()
     first, second = run.said()
     assert re.search(r"No word for \d+ s from host-b \(10.231.7.2, ranks 2 to 3\)", first)
-    assert re.search(r"host-b \(10.231.7.2, ranks 2 to 3\) lost contact with 10.231.7.1:29400", second)
+    assert re.search(
+        r"host-b \(10.231.7.2, ranks 2 to 3\) lost contact with 10.231.7.1:29400", second
+    )
     assert re.search(r"other hosts: host-a \(10.231.7.1, ranks 0 to 1\)", second)
     for host in hosts:
         assert processes_on(host.namespace) == []
@@ -211,5 +212,3 @@ def test_a_host_whose_ranks_fail_because_others_did_says_what_failed_there(
 def processes_on(namespace: str) -> list[int]:
     said = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True)
     return [int(word) for word in said.stdout.split()]
-
-

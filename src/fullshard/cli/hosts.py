@@ -30,6 +30,8 @@ __all__ = ["Host", "HostWatch", "HostsLost", "watch_of"]
 
 #: How often a launcher counts and looks, in the seconds after which a host is lost.
 _LOOKS = 10
+#: Seconds that may pass between two looks of a launcher that was not stopped meanwhile.
+_SECONDS_BETWEEN_LOOKS = 5.0
 #: Seconds for which a launcher whose ranks failed waits for word from others whose ranks failed.
 _SECONDS_TO_HEAR = 2.0
 #: How many hosts tell of their failures, and how many are named.
@@ -78,7 +80,7 @@ class HostWatch:
     def lost(self) -> str | None:
         """Which hosts are lost, in words. Called again and again."""
         now = time.monotonic()
-        paused = now - self._looked > max(self._limit / 2, 1.0)
+        paused = now - self._looked > max(self._limit / 2, _SECONDS_BETWEEN_LOOKS)
         self._looked = now
         if paused:  # this process was stopped, and the others could not be heard
             self._answered = now

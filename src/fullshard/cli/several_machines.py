@@ -226,10 +226,12 @@ class PatientRendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """The hosts that want to take part; none if the store does not answer."""
+        worth = 0.0  # seconds: the launcher has waited for this answer before
         if self._waiting is None:
             self._waiting = self._ask(self._inner.num_nodes_waiting)
+            worth = _SECONDS_TO_ANSWER
         try:
-            number = self._waiting.result(timeout=_SECONDS_TO_ANSWER)
+            number = self._waiting.result(timeout=worth)
         except TimeoutError:
             if not self._waiting.done():
                 return 0
