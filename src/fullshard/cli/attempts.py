@@ -104,7 +104,7 @@ def _after_look(agent: Any, result: Any, attempts: Attempts) -> None:
     if not result.is_failed():
         return
     failures = failures_of(result.failures)
-    watch = watch_of(agent, getattr(agent, _RANKS))
+    watch = watch_of(agent, getattr(agent, _RANKS, None))
     attempts.elsewhere = []
     if watch is not None:
         first = failures[0]

@@ -1,12 +1,12 @@
 """Whether the other hosts of a run are still there, as their launchers see it.
 
 Note: how hosts watch each other
-    Ranks that wait for a host which has lost its power or its network wait for as long as TCP tries,
-    a quarter of an hour. So every launcher counts up a number of its own, in the store at which the
-    launchers met. The first launcher reads all numbers and writes which have stood still for too
-    long; the others read that alone. Traffic is linear in the number of hosts, and a host that is
-    cut off notices that the store does not answer. A host is lost after ``host_timeout`` seconds,
-    one of the options of ``--rdzv-conf``; then an attempt has failed, like by a rank that failed.
+    Ranks that wait for a host which has lost its power or its network wait for as long as TCP
+    tries, a quarter of an hour. So every launcher counts up a number of its own, in the store at
+    which the launchers met. The first launcher reads all numbers and writes which have stood still
+    for too long; the others read that alone. Traffic is linear in the number of hosts, and a host
+    that is cut off notices that the store does not answer. A host is lost after ``host_timeout``
+    seconds, one of the options of ``--rdzv-conf``; then the attempt has failed, as if a rank had.
 
     When ranks fail, launchers tell each other why: on most hosts, ranks fail because others did.
 """
@@ -196,6 +196,8 @@ def watch_of(agent: Any, ranks: Any) -> HostWatch | None:
 
     ``agent`` and ``ranks`` are the launcher's own.
     """
+    if ranks is None:
+        return None
     if ranks in _watches:
         return _watches[ranks]
     group = agent._worker_group
