@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,10 @@ _numbers = itertools.count()
 _NETWORK = "10.231.7"
 #: The interface has the same name on both hosts, and is not one that anything would choose first.
 INTERFACE = "cable"
+#: Namespaces carry the number of the process that made them, which may have been killed since.
+_NAME = re.compile(r"fs(\d+)n\d+[ab]")
+#: What is started ends when this process does, however it ends.
+_WITH_THIS_PROCESS = ("setpriv", "--pdeathsig", "KILL")
 
 
 @dataclass
@@ -42,7 +47,7 @@ class Host:
         prepare = 'hostname "$0" && mount --bind /dev/null /etc/resolv.conf && exec "$@"'
         named = ["unshare", "--uts", "sh", "-c", prepare, self.name]
         process: subprocess.Popen[str] = subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace, *named, *words],
+            [*_WITH_THIS_PROCESS, "ip", "netns", "exec", self.namespace, *named, *words],
             env={**os.environ, **(environment or {})},
             text=True,
             **options,  # type: ignore[call-overload]
@@ -87,6 +92,7 @@ def two_hosts() -> Iterator[TwoHosts]:
     hosts = TwoHosts(
         Host("host-a", f"{_NETWORK}.1", f"{mark}a"), Host("host-b", f"{_NETWORK}.2", f"{mark}b")
     )
+    _remove_what_others_left()
     try:
         for host in hosts:
             _run("ip", "netns", "add", host.namespace)
@@ -109,7 +115,7 @@ def two_hosts() -> Iterator[TwoHosts]:
 
 def why_not() -> str | None:
     """Why hosts cannot be built here; None where they can."""
-    missing = [name for name in ("ip", "tc", "unshare") if shutil.which(name) is None]
+    missing = [name for name in ("ip", "tc", "unshare", "setpriv") if shutil.which(name) is None]
     if missing:
         return f"two hosts on one machine need the commands {', '.join(missing)}"
     if os.geteuid() != 0:
@@ -121,6 +127,15 @@ def why_not() -> str | None:
         said = str(error.stderr).strip()
         return f"this machine permits no network namespaces: {' '.join(error.cmd)}: {said}"
     return None
+
+
+def _remove_what_others_left() -> None:
+    """Remove the hosts of processes that were killed before they could."""
+    folder = Path("/run/netns")
+    for file in folder.iterdir() if folder.exists() else []:
+        found = _NAME.fullmatch(file.name)
+        if found is not None and not Path(f"/proc/{found[1]}").exists():
+            _remove(Host("", "", file.name))
 
 
 def _remove(host: Host) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -120,7 +119,7 @@ def _credentials(folder: Path) -> Iterator[None]:
     places = {name: str(folder / name.removesuffix("-file")) for name in files}
     words = [f"--{name}={place}" for name, place in places.items()]
     daemon = subprocess.Popen(
-        [shutil.which("munged") or "munged", "--foreground", "--force", *words],
+        ["setpriv", "--pdeathsig", "KILL", "munged", "--foreground", "--force", *words],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

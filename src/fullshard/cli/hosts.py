@@ -87,17 +87,14 @@ class HostWatch:
         silent = now - self._answered
         if silent > self._limit:
             others = [host for place, host in enumerate(self._hosts) if place != self._place]
-            named = f": {_listed(others)}" if others else ""
+            named = f", nor have the other hosts: {_listed(others)}" if others else ""
             return (
-                f"{self.host} lost contact with {self._meeting}, where the hosts meet, "
-                f"{silent:.0f} s ago, and with the other hosts{named}"
+                f"{self._meeting}, where the hosts meet, has not answered {self.host} for "
+                f"{silent:.0f} s{named}"
             )
         if self._missing:
             missing = [self._named(place) for place in sorted(self._missing)]
-            return (
-                f"No word for {max(self._missing.values()):.0f} s from {_listed(missing)}; "
-                f"told on {self.host}"
-            )
+            return f"No word for {max(self._missing.values()):.0f} s from {_listed(missing)}"
         return None
 
     def failures_elsewhere(self, own: str) -> list[str]:

@@ -131,7 +131,7 @@ def launch(
                     f"({_SECONDS_OPTION} SECONDS gives them more)"
                 )
             told.append(render(interruptions_in(logs)))
-            print("\n".join(told), file=sys.stderr, flush=True)
+            print("\n".join(filter(None, told)), file=sys.stderr, flush=True)
             return 128 + error.sigval.value
         except RendezvousError as error:
             _ended_by.append(error)
