@@ -30,7 +30,7 @@ class Slurm:
     def command(self, *words: str, check: bool = True, **variables: str) -> str:
         """What a command such as sbatch says."""
         process = self.start(self.hosts.first, *words, **variables)
-        said, problems = process.communicate(timeout=60)
+        said, problems = process.communicate(timeout=180)
         if check and process.returncode != 0:
             raise RuntimeError(f"{words} failed with {process.returncode}: {said}{problems}")
         return said.strip()
@@ -82,6 +82,7 @@ def _configuration(hosts: TwoHosts, folder: Path) -> str:
         f"NodeName={host.name} NodeAddr={host.address} CPUs={os.cpu_count()} State=UNKNOWN"
         for host in hosts
     )
+    names = ",".join(host.name for host in hosts)
     return f"""
 ClusterName=two
 SlurmctldHost={hosts.first.name}({hosts.first.address})
@@ -104,7 +105,7 @@ KillWait=30
 InactiveLimit=0
 SelectType=select/cons_tres
 {nodes}
-PartitionName=all Nodes={",".join(host.name for host in hosts)} Default=YES MaxTime=INFINITE State=UP
+PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP
 """
 
 
@@ -136,7 +137,7 @@ def _credentials(folder: Path) -> Iterator[None]:
 
 
 def _wait_for_nodes(cluster: Slurm) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while True:
         said = cluster.command("sinfo", "--noheader", "--format=%T %D", check=False)
         if said.split() == ["idle", "2"]:

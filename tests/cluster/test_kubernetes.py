@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cluster.hosts import two_hosts, why_not
 
 import fullshard
-from tests.cluster.hosts import two_hosts, why_not
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "cluster"
 
@@ -86,7 +86,7 @@ def test_its_command_on_two_hosts_with_the_names_of_its_pods(
             host.start([*within, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             for host in hosts
         ]
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         said = [p.communicate(timeout=max(1, deadline - time.monotonic()))[0] for p in launchers]
         assert [launcher.returncode for launcher in launchers] == [0, 0], said
     saved = fullshard.latest(tmp_path / "run")

@@ -18,7 +18,7 @@ import fullshard
 from fullshard.ports import reserve_port
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "cluster" / "train.py")
-LONGEST = 120.0
+LONGEST = 300.0
 
 
 @contextlib.contextmanager

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-import fullshard
 from tests.cluster.hosts import why_not
 from tests.cluster.slurm import COMMANDS, Slurm, slurm
+
+import fullshard
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "cluster"
 _MISSING = [name for name in COMMANDS if shutil.which(name) is None]
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
 
 
 def wait_until(happened: Callable[[], bool], log: Path) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not happened():
         said = log.read_text() if log.exists() else "nothing"
         assert time.monotonic() < deadline, said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -14,13 +15,18 @@ import torch
 from tests.cluster import program
 from tests.cluster.hosts import TwoHosts, two_hosts, why_not
 
+import fullshard
+
 _REASON = why_not()
 pytestmark = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
 
 PROGRAM = str(Path(program.__file__).resolve())
 PORT = 29400
 #: Seconds that ranks take to import torch and to meet, on a machine that does much else.
-STARTING = 120.0
+STARTING = 300.0
+LONG = pytest.mark.skipif(
+    "FULLSHARD_LONG" not in os.environ, reason="takes long: set FULLSHARD_LONG=1"
+)
 
 
 @pytest.fixture
@@ -72,14 +78,18 @@ class Run:
 def at_a_store(hosts: TwoHosts, **more: object) -> Callable[[int], list[str]]:
     """Options of launchers that meet at a store, all of them the same."""
     place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts.first.address}:{PORT}"]
-    settings = ",".join(f"{name}={value}" for name, value in more.items())
-    return lambda _: [*place, "--rdzv-id", "run", *(["--rdzv-conf", settings] if more else [])]
+    return lambda _: [*place, "--rdzv-id", "run", *settings(more)]
 
 
-def by_number(hosts: TwoHosts) -> Callable[[int], list[str]]:
+def by_number(hosts: TwoHosts, **more: object) -> Callable[[int], list[str]]:
     """Options of launchers that are numbered."""
     place = ["--master-addr", hosts.first.address, "--master-port", str(PORT)]
-    return lambda number: ["--node-rank", str(number), *place]
+    return lambda number: ["--node-rank", str(number), *place, *settings(more)]
+
+
+def settings(more: dict[str, object]) -> list[str]:
+    pairs = ",".join(f"{name}={value}" for name, value in more.items())
+    return ["--rdzv-conf", pairs] if pairs else []
 
 
 def losses_in(folder: Path) -> list[tuple[int, float]]:
@@ -153,12 +163,12 @@ def test_without_a_network_every_rank_ends_and_the_missing_hosts_are_named(
     hosts: TwoHosts, tmp_path: Path
 ) -> None:
     words = [PROGRAM, str(tmp_path), "FULL_SHARD", "100000", "0.1"]
-    run = Run(hosts, tmp_path, at_a_store(hosts, host_timeout=5), *words)
+    run = Run(hosts, tmp_path, at_a_store(hosts, host_timeout=8), *words)
     run.wait_for_step(3)
 
     hosts.pull_cable()
 
-    assert run.wait(30) == [1, 1], run.said()
+    assert run.wait(60) == [1, 1], run.said()
     first, second = run.said()
     assert re.search(r"No word for \d+ s from host-b \(10.231.7.2, ranks 2 to 3\)", first)
     silent = r"10.231.7.1:29400, where the hosts meet, has not answered host-b .* for \d+ s"
@@ -168,11 +178,12 @@ def test_without_a_network_every_rank_ends_and_the_missing_hosts_are_named(
         assert processes_on(host.namespace) == []
 
 
+@pytest.mark.parametrize("meet", [at_a_store, pytest.param(by_number, marks=LONG)])
 def test_a_run_with_restarts_goes_on_from_its_checkpoint_when_the_network_is_back(
-    hosts: TwoHosts, tmp_path: Path
+    hosts: TwoHosts, tmp_path: Path, meet: Callable[..., Callable[[int], list[str]]]
 ) -> None:
     words = ["--max-restarts", "1", PROGRAM, str(tmp_path), "FULL_SHARD", "40", "0.2", "2"]
-    run = Run(hosts, tmp_path, at_a_store(hosts, host_timeout=4), *words)
+    run = Run(hosts, tmp_path, meet(hosts, host_timeout=8), *words)
     run.wait_for_step(5)
 
     hosts.pull_cable()
@@ -206,6 +217,28 @@ def test_a_host_whose_ranks_fail_because_others_did_says_what_failed_there(
     assert "Rank 0 failed first: ValueError: the cause" in first
     cause = "On host-a (10.231.7.1, ranks 0 to 1): rank 0: ValueError: the cause"
     assert cause in second.splitlines()
+
+
+def test_a_folder_that_each_host_has_for_itself_makes_a_save_fail_on_all_of_them(
+    hosts: TwoHosts, tmp_path: Path
+) -> None:
+    file = tmp_path / "apart.py"
+    file.write_text(
+        "import socket, sys\n"
+        f"sys.path.insert(0, {str(Path(PROGRAM).parent)!r})\n"
+        "from pathlib import Path\n"
+        "import program\n"
+        "folder = Path(sys.argv[1], socket.gethostname())\n"
+        "folder.mkdir(exist_ok=True)\n"
+        "program.main(folder, 'FULL_SHARD', 1, 0.0, 1)\n"
+    )
+    run = Run(hosts, tmp_path, at_a_store(hosts), str(file), str(tmp_path))
+
+    assert run.wait() == [1, 1], run.said()
+
+    for said, host in zip(run.said(), hosts, strict=True):
+        assert "CheckpointError" in said
+        assert fullshard.latest(tmp_path / host.name / "checkpoints") is None
 
 
 def processes_on(namespace: str) -> list[int]:
