@@ -30,6 +30,7 @@ from .forward_method import register_fsdp_forward_method
 from .fsdp import FullyShardedDataParallel, UnshardHandle
 from .grad.scaler import ShardedGradScaler
 from .state.optim.methods import optim_state_template
+from .stopping import StopRequest
 
 if TYPE_CHECKING:
     from .state.checkpoint import (
@@ -66,6 +67,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "StopRequest",
     "UnshardHandle",
     "export_safetensors",
     "latest",

@@ -49,6 +49,7 @@ def run(
     Starts it on N ranks of this machine (default: one per GPU, or 2 without a GPU), each with
     fullshard in the place of torch.distributed.fsdp's wrapper. All options of torchrun are
     accepted, also those for several machines (--nnodes, --rdzv-endpoint, --max-restarts, ...).
+    SIGTERM is passed on to the ranks, which have 30 s to save and leave (--shutdown-timeout).
     """
     from fullshard.cli.launcher.run import run_program
 

@@ -31,6 +31,7 @@ class Failure:
     """One rank's end: ``reason`` in a line, ``traceback`` if there was one, ``when`` in ns.
 
     ``short`` is the traceback as a terminal shows it, ``folder`` where its attempt keeps logs.
+    A rank that ``stopped`` was asked to leave, and did so in order.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Failure:
     bad_input: bool = False
     short: str = ""
     folder: Path | None = None
+    stopped: bool = False
 
 
 def failures_of(processes: Mapping[int, ProcessFailure]) -> list[Failure]:
@@ -59,7 +61,7 @@ def interruptions_in(run_directory: str | Path | None) -> list[Failure]:
     """What ranks wrote before they were ended by a signal, oldest first."""
     attempts = sorted(Path(run_directory).glob("attempt_*")) if run_directory else []
     found = _read_all(attempts[-1]) if attempts else []
-    return sorted(found, key=lambda failure: failure.when)
+    return sorted((f for f in found if not f.stopped), key=lambda failure: failure.when)
 
 
 def render(failures: list[Failure]) -> str:
@@ -74,6 +76,9 @@ def render(failures: list[Failure]) -> str:
     first, *others = failures
     if first.bad_input:
         return f"fullshard: {first.reason}"
+    if first.stopped:
+        name = signal.Signals(first.exit_status - 128).name
+        return f"Stopped by {name}, which a rank was sent; all ranks left in order."
     why = f"Rank {first.rank} failed first: {first.reason}"
     in_full = [why, *first.traceback.splitlines(), *_one_line_each(others)]
     in_short = [why, *first.short.splitlines(), *_one_line_each(others)]
@@ -152,6 +157,7 @@ def _read(file: Path) -> Failure | None:
             bool(info.get("bad_input")),
             info["short_callstack"],
             file.parent.parent,
+            bool(info.get("stopped")),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None  # absent, cut off by a kill, or written by a program's own handler

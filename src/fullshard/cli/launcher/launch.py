@@ -32,17 +32,23 @@ from torch.distributed.run import (
 from ..problems import BadInput
 from . import rank
 from .failures import failures_of, interruptions_in, render
+from .hosts import HostsLost
 from .one_machine import loopback_variables, stay_on_machine
 from .rendezvous import guarded_rendezvous
 from .restarts import attempts_watched
+from .several_machines import interface_variables, patient_backend, stores_found_by_address
 
 __all__ = ["default_ranks", "launch"]
 
 #: What a rank's process runs first; the command's own words follow.
 _RANK = str(Path(rank.__file__).resolve())
-#: Seconds between the signal that ends the ranks and the one that kills them. A rank that waits
-#: for others inside a collective does not react to the first.
-_SHUTDOWN_SECONDS = 5
+#: Seconds between SIGTERM to the launcher, which it passes on, and the signal that kills ranks, in
+#: which a program can save, see ``StopRequest``; and the option and the variable for another
+#: number. Unless they are given, ranks have less after Ctrl-C: one that waits inside a collective
+#: does not react to it, and somebody sits and waits.
+_SECONDS_TO_SAVE = 30
+_SECONDS_OPTION, _SECONDS_VARIABLE = "--shutdown-timeout", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+_AT_A_TERMINAL = [signal.Signals[n] for n in ("SIGINT", "SIGQUIT") if hasattr(signal, n)]
 
 #: What ended launches, each with the frames that it left, and so with the launcher's rendezvous. A
 #: thread of torch's looks at that from time to time: were it the last to hold it, it would have to
@@ -81,7 +87,7 @@ def launch(
         "OMP_NUM_THREADS": str(
             threads_per_rank(determine_local_world_size(arguments.nproc_per_node))
         ),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_SECONDS),
+        _SECONDS_VARIABLE: str(_SECONDS_TO_SAVE),
         # A store of its own for every attempt: in a shared one, ranks that were started again would
         # find the addresses of those that died, and gloo would call there.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -90,33 +96,42 @@ def launch(
         "TORCH_CPP_LOG_LEVEL": None if "TORCH_DISTRIBUTED_DEBUG" in os.environ else "ERROR",
         rank.LAUNCHER: str(os.getpid()),
         rank.RANKS_PRINT: "1" if ranks_print else None,
-        **(loopback_variables() if on_one_machine else {}),
+        **(loopback_variables() if on_one_machine else interface_variables(arguments)),
     }
+    given = getattr(arguments, "shutdown_timeout", None) or os.environ.get(_SECONDS_VARIABLE)
     with (
         _environment_defaults(environment),
         _quiet_launcher(),
-        attempts_watched(),
+        attempts_watched(soon=() if given else _AT_A_TERMINAL) as attempts,
         guarded_rendezvous(),
+        stores_found_by_address(),
     ):
         try:
             config, program, program_arguments = config_from_args(arguments)
         except (AssertionError, OSError, ValueError) as error:
             raise _refusal(arguments, error) from error
+        config.rdzv_backend = patient_backend(config.rdzv_backend)
         try:
             elastic_launch(config=config, entrypoint=program)(*program_arguments)
         except ChildFailedError as error:
             failures = failures_of(error.failures)
-            print(render(failures), file=sys.stderr, flush=True)
+            print("\n".join([render(failures), *attempts.elsewhere]), file=sys.stderr, flush=True)
             return failures[0].exit_status
+        except HostsLost as error:
+            _ended_by.append(error)
+            print(f"fullshard: {error}", file=sys.stderr, flush=True)
+            return 1
         except SignalException as error:
             _ended_by.append(error)
             logs = getattr(config.logs_specs, "_run_log_dir", None)
-            print(
-                f"Stopped by {error.sigval.name}; all ranks were ended.\n"
-                + render(interruptions_in(logs)),
-                file=sys.stderr,
-                flush=True,
-            )
+            told = [f"Stopped by {error.sigval.name}; all ranks were ended."]
+            if attempts.killed:
+                told.append(
+                    f"Killed, because they had not ended in time: ranks {attempts.killed} "
+                    f"({_SECONDS_OPTION} SECONDS gives them more)"
+                )
+            told.append(render(interruptions_in(logs)))
+            print("\n".join(filter(None, told)), file=sys.stderr, flush=True)
             return 128 + error.sigval.value
         except RendezvousError as error:
             _ended_by.append(error)

@@ -38,6 +38,11 @@ RANKS_PRINT = "FULLSHARD_RANKS_PRINT"
 LAUNCHER = "FULLSHARD_LAUNCHER"
 _PR_SET_PDEATHSIG = 1
 
+#: Exit statuses of a program that leaves because a signal asked it to, see ``StopRequest``.
+STOPPED = tuple(
+    128 + signal.Signals[name] for name in ("SIGHUP", "SIGINT", "SIGTERM") if hasattr(signal, name)
+)
+
 
 def _sibling(name: str) -> Any:
     """A module of this folder, without the package around it, which imports torch."""
@@ -190,6 +195,7 @@ def record(error: BaseException) -> None:
                 "rank": int(os.environ.get("RANK", "0")),
                 "exit_status": _exit_status(error),
                 "bad_input": _is_bad_input(error),
+                "stopped": isinstance(error, SystemExit) and error.code in STOPPED,
             },
         }
     }

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import fullshard
+from fullshard import StopRequest
 
 from ..checks import check_ranks, check_run
 from ..launcher.launch import default_ranks, launch
@@ -33,7 +34,6 @@ from .run_folder import (
     new_run,
     run_named,
 )
-from .stopping import StopRequest
 from .training import main as train_on_rank
 from .training import model_facts, start_rank, train, unusable, was_restarted
 
@@ -64,8 +64,7 @@ def run_training(request: Request) -> int:
     if request.name is not None:
         check_name(request.name)
     if "RANK" in os.environ:
-        train_as_rank(request)
-        return 0
+        return train_as_rank(request)
     check_counts(request)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SECONDS_TO_SAVE))
     launcher_options = ["--max-restarts", str(request.max_restarts)]
@@ -127,9 +126,10 @@ def launch_on_several_machines(request: Request, launcher_options: list[str]) ->
     )
 
 
-def train_as_rank(request: Request) -> None:
-    """Train where the ranks are there already: under ``torchrun``, or on several machines.
+def train_as_rank(request: Request) -> int:
+    """Train where the ranks are there already; returns the rank's exit status.
 
+    That is under ``torchrun``, or on several machines.
     Rank 0 prepares the folder, and tells the others; bad input is raised on all of them, because no
     machine sees what is said on another.
     """
@@ -148,11 +148,12 @@ def train_as_rank(request: Request) -> None:
         if dist.get_rank() == 0:
             print(told[0], file=Output(), flush=True)
         _leave_together()
-        return
+        return 0
     options, folder = told[0]
     with StopRequest() as stop:
         train(options, folder, goes_on(request), stop)
     dist.destroy_process_group()
+    return stop.exit_status
 
 
 def _leave_together() -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard
-from fullshard import CPUOffload, FullyShardedDataParallel
+from fullshard import CPUOffload, FullyShardedDataParallel, StopRequest
 
 from ..data import Text, read_text
 from ..model import GPT, initialize, next_token_loss
@@ -36,7 +36,6 @@ from .reports import Progress, reporter_for
 from .resumption import resumption_in_words
 from .run_folder import RunFolder, skipped_in_silence
 from .sampling import sample_text
-from .stopping import StopRequest
 
 __all__ = ["start_rank", "train"]
 
@@ -94,6 +93,7 @@ def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) 
             reporter.saved(step)
 
     if step < options.steps:
+        stop.agreed()  # on the signal: ranks that got none leave with the same status
         reporter.stopped(step)
         return
     sample = sample_text(model, _PROMPT, options.sample, options.sequence, device)
@@ -293,6 +293,7 @@ def main(folder: RunFolder, resume: bool) -> None:
         start_rank(options)
         train(options, folder, resume or was_restarted(), stop)
     dist.destroy_process_group()
+    sys.exit(stop.exit_status)
 
 
 if __name__ == "__main__":
