@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fullshard.cli import data
 from fullshard.cli.data import Text, read_text
 from fullshard.cli.problems import BadInput
-from fullshard.cli import data
 
 ALPHABET = Text(bytes(range(256)) * 4, "all bytes")
 

@@ -30,9 +30,9 @@ def read_values(path: Path) -> dict[str, Any]:
 
 def to_toml(options: Options) -> str:
     """All options, one to a line, each with what it means."""
-    streams = []
+    lines = []
     for field in dataclasses.fields(options):
         # What JSON writes for numbers, texts and truth values is TOML, too.
         value = json.dumps(getattr(options, field.name), ensure_ascii=False)
-        streams.append(f"{field.name} = {value}  # {field.metadata['help']}")
-    return "\n".join(streams) + "\n"
+        lines.append(f"{field.name} = {value}  # {field.metadata['help']}")
+    return "\n".join(lines) + "\n"

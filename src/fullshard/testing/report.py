@@ -55,8 +55,8 @@ def describe_death(status: int | None) -> str:
 
 def without_noise(output: str) -> str:
     """A rank's output without the lines that gloo writes on its own account."""
-    streams = [line for line in output.splitlines() if not line.startswith(_NOISE)]
-    return "\n".join(streams).strip("\n")
+    lines = [line for line in output.splitlines() if not line.startswith(_NOISE)]
+    return "\n".join(lines).strip("\n")
 
 
 def _ranks(numbers: list[int]) -> str:

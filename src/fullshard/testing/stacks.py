@@ -61,13 +61,13 @@ def format_stack(text: str) -> str:
 def _format_thread(thread: str) -> str:
     frames = [match.groupdict() for match in map(_FRAME.match, thread.splitlines()) if match]
     shown = [frame for frame in reversed(frames) if not _is_own(frame)]
-    streams = []
+    lines = []
     for frame in shown:
-        streams.append(f'  File "{frame["file"]}", line {frame["line"]}, in {frame["function"]}')
+        lines.append(f'  File "{frame["file"]}", line {frame["line"]}, in {frame["function"]}')
         source = linecache.getline(frame["file"], int(frame["line"])).strip()
         if source:
-            streams.append(f"    {source}")
-    return "\n".join(streams)
+            lines.append(f"    {source}")
+    return "\n".join(lines)
 
 
 def _is_own(frame: dict[str, str]) -> bool:

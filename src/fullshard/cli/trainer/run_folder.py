@@ -178,8 +178,8 @@ class RunFolder:
         """Drop what the run wrote after the checkpoint that it continues from."""
         kept = [metrics for metrics in self.read_metrics() if metrics["step"] <= step]
         if self.metrics.exists():
-            streams = "".join(json.dumps(metrics) + "\n" for metrics in kept)
-            _replace_text(self.metrics, streams)
+            lines = "".join(json.dumps(metrics) + "\n" for metrics in kept)
+            _replace_text(self.metrics, lines)
 
 
 @contextlib.contextmanager
