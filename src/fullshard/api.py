@@ -35,7 +35,7 @@ __all__ = [
 
 
 class ShardingStrategy(Enum):
-    """Which state is sharded across ranks, and when full parameters are resharded.
+    """The choice of what is sharded across ranks, and of when units reshard.
 
     ``FULL_SHARD``
         Parameters, gradients and optimizer state are sharded. A unit reshards its parameters after
@@ -67,7 +67,7 @@ HYBRID_STRATEGIES = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHA
 
 
 class BackwardPrefetch(Enum):
-    """When backward prefetches (all-gathers) the parameters of the next unit.
+    """The time at which backward prefetches (all-gathers) the parameters of the next unit.
 
     ``BACKWARD_PRE`` prefetches before the current unit's gradients are computed (more overlap, one
     more unit in memory); ``BACKWARD_POST`` prefetches after them.

@@ -34,7 +34,7 @@ declared_functions: dict[tuple[str, str], Callable[..., Any]] = {}
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """Where a rank finds a module that it may not be able to import by name."""
+    """The file of a module that a rank may not be able to import by name."""
 
     name: str
     file: str
