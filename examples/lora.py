@@ -162,7 +162,7 @@ class FullBuffers(TorchDispatchMode):
         self._units = [m._unit for m in FSDP.fsdp_modules(model)]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-        buffers = [b for u in self._units for h in u.handles for b in h._buffers.values()]
+        buffers = [b for u in self._units for h in u.handles for b in h.full_buffers.values()]
         self.peak = max(self.peak, sum(b.flat.untyped_storage().nbytes() for b in buffers))
         return function(*args, **(kwargs or {}))
 

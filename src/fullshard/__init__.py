@@ -25,8 +25,9 @@ from .api import (
     StateDictType,
 )
 from .engine.comm.order_check import RanksDisagreeError
-from .engine.params.flat_param import FlatParameter
-from .fsdp import FullyShardedDataParallel, UnshardHandle, register_fsdp_forward_method
+from .engine.params.flat_parameter import FlatParameter
+from .forward_method import register_fsdp_forward_method
+from .fsdp import FullyShardedDataParallel, UnshardHandle
 from .grad.scaler import ShardedGradScaler
 from .state.optim.template import optim_state_template
 

@@ -2,40 +2,51 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from .api import CPUOffload, ShardingStrategy
+from .api import CPUOffload
 from .engine.comm.collectives import group_for
 from .engine.comm.process_groups import ProcessGroups
-from .engine.init.build import broadcast_states, build_unit, compute_device, managed_parameters
-from .engine.init.optimizer_warnings import watch_optimizers
-from .engine.init.validation import (
-    check_modules,
-    check_no_optimizers_in_backward,
-    check_parameters,
-    warn_of_container,
+from .engine.init.build import (
+    ParameterOrder,
+    broadcast_states,
+    buffers_of,
+    build_unit,
+    compute_device,
+    managed_parameters,
+    parameter_order,
 )
-from .engine.params.tensor_parallel import localize
+from .engine.init.validation import check_unit
+from .engine.params.handle import REQUIRES_GRAD
+from .engine.params.tensor_parallel import Distribution, localize
 from .engine.runtime.policy import UnitOptions
 from .engine.runtime.unit import Unit
-from .state.model.deferred_init import check_initializable, forget, holds_meta, materialize
-from .wrap import check_flat_unit_is_uniform, is_unit
+from .state.model.deferred_init import check_initializable, forget, materialize
+from .wrap import check_flat_unit_is_uniform
 
-Order = dict[nn.Module, tuple[str, ...]]
+_IS_META = operator.attrgetter("is_meta")
+#: Types of parameters that tensor parallelism has not distributed.
+_PLAIN = {nn.Parameter}
 
 
 class Material(NamedTuple):
-    """What a unit is made of: a module, those of its submodules that are the unit's own, and the
-    parameters in them that are not the unit's."""
+    """What a unit is made of.
+
+    ``own`` are the submodules outside of nested units, ``modules`` those of them that are not
+    ignored. ``ignored`` parameters are not the unit's; ``left`` are those in nested units that the
+    nested units left to this one, or to one around it.
+    """
 
     module: nn.Module
+    own: list[nn.Module]
     modules: list[nn.Module]
     ignored: Collection[nn.Parameter]
+    left: Collection[nn.Parameter]
     nested: Sequence[Unit]
 
 
@@ -53,54 +64,40 @@ def construct_unit(
     options: UnitOptions,
     cpu_offload: CPUOffload,
     initial: Initial,
-) -> tuple[Unit, Order]:
-    """Flatten and shard a module's parameters; also returns the order in which they were."""
-    module, modules, ignored, nested = material
-    check_modules(module, modules)
-    warn_of_container(module)
-    parameters = managed_parameters(module, ignored, is_unit)
-    check_parameters(module, parameters)
-    if not options.use_orig_params:
-        check_no_optimizers_in_backward(module, parameters)
+) -> tuple[Unit, ParameterOrder]:
+    """Flatten and shard a module's parameters in place; also returns the order they were in."""
+    module, own, modules, ignored, left, nested = material
+    parameters = managed_parameters(module, own, ignored, left)
+    check_unit(module, modules, parameters, options.use_orig_params)
+    if not options.use_orig_params and len(set(map(REQUIRES_GRAD, parameters))) > 1:
         check_flat_unit_is_uniform(module, parameters)
     offload, device_id = cpu_offload.offload_params, initial.device_id
     device = compute_device(parameters, device_id, offload, groups.shards.rank())
     if not parameters and device_id is None:
         device = next((unit.device for unit in nested if unit.handles), device)
-    deferred = [p for p in parameters if p.is_meta]
-    managed = set(parameters)
-    if deferred or any(holds_meta(m, managed) for m in modules):
+    deferred: list[nn.Parameter] = []
+    if True in map(_IS_META, (*parameters, *buffers_of(modules))):
+        deferred = [p for p in parameters if p.is_meta]
+        managed = set(parameters)
         check_initializable(module, modules, managed, initial.param_init_fn)
         materialize(module, modules, managed, device, initial.param_init_fn)
-        parameters = managed_parameters(module, ignored, is_unit)
-    parameters, distributions = localize(module, parameters, groups)
+        parameters = managed_parameters(module, own, ignored, left)
+    distributions: Mapping[nn.Parameter, Distribution] = {}
+    if not _PLAIN.issuperset(map(type, parameters)):
+        parameters, distributions = localize(module, parameters, groups)
     if device_id is not None:
         _move_parameters(parameters, device)
     if device_id is not None or offload:
         _move_buffers(modules, device)
     if initial.sync_module_states:
-        buffers = [b for m in modules for b in m._buffers.values() if b is not None]
         for group in filter(None, (groups.shards, groups.copies)):
+            buffers = buffers_of(modules)
             broadcast_states(parameters, buffers, group_for(group), type(module).__name__)
-    order = {m: tuple(m._parameters) for m in modules}
+    order = parameter_order(modules)
     unit = build_unit(module, parameters, distributions, groups, device, cpu_offload, options)
-    if not options.use_orig_params:
+    if deferred and not options.use_orig_params:
         forget(deferred)
-    watch_optimizers(unit)
     return unit, order
-
-
-def strategy_for(strategy: ShardingStrategy, groups: ProcessGroups) -> ShardingStrategy:
-    """``strategy``, or ``NO_SHARD``, with a warning, where there is nobody to share with."""
-    alone = groups.shards.size() == 1 and (groups.copies is None or groups.copies.size() == 1)
-    if not alone or strategy is ShardingStrategy.NO_SHARD:
-        return strategy
-    warnings.warn(
-        f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.",
-        UserWarning,
-        stacklevel=3,
-    )
-    return ShardingStrategy.NO_SHARD
 
 
 def _move_parameters(parameters: Iterable[nn.Parameter], device: torch.device) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from .api import BackwardPrefetch, ShardingStrategy
-from .engine.params.flat_param import FlatParameter, FlatParamHandle
+from .engine.params.flat_parameter import FlatParameter
+from .engine.params.handle import FlatParamHandle
 from .engine.runtime.forward import Schedule
 from .engine.runtime.unit import Unit
 
@@ -91,7 +92,7 @@ class UnitFacts(nn.Module):
     @property
     def _sync_gradients(self) -> bool:
         """True if backward reduces gradients across ranks; False inside ``no_sync``."""
-        return self._unit.synchronizes
+        return self._unit.syncs_gradients
 
     @property
     def _comm_hook(self) -> Callable[..., Any] | None:

@@ -6,10 +6,31 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from .engine.runtime.untraced import untraced_itself
+from .wrap import is_unit
 
 if TYPE_CHECKING:
     from .fsdp import FullyShardedDataParallel
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let calls of ``module``'s method run with the unit's full parameters in place.
+
+    ``module`` is a wrapper; on any other module nothing happens. The method is then a forward of
+    the unit: it can be called through the wrapper or on the wrapped module, with gradients or
+    without.
+    """
+    if not is_unit(module):
+        return
+    wrapper: Any = module
+    method = getattr(wrapper.module, method_name, None)
+    if not callable(method):
+        raise AttributeError(
+            f"{type(wrapper.module).__name__} has no method {method_name!r} to register"
+        )
+    setattr(wrapper.module, method_name, ForwardMethod(wrapper, method))
 
 
 class ForwardMethod:

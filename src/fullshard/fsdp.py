@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -17,19 +17,25 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, adopt
-from .construction import Initial, Material, construct_unit, strategy_for
-from .engine.comm.process_groups import ProcessGroups, resolve_groups
+from .construction import Initial, Material, construct_unit
+from .engine.comm.process_groups import ProcessGroups, resolve_groups, strategy_for
+from .engine.init.optimizer_warnings import watch_optimizers
 from .engine.init.validation import check_modules, check_one_device, note_pieces, note_places
-from .engine.params.attribute_guard import refuse_attribute_beside_flat_param
-from .engine.params.flat_param import _FSDP_USE_FULL_PREC_IN_EVAL
+from .engine.params.handle import _FSDP_USE_FULL_PREC_IN_EVAL
 from .engine.params.locations import WRAPPED_MODULE, clean_tensor_name, own_modules
 from .engine.runtime.forward import Schedule
 from .engine.runtime.policy import UnitOptions
-from .engine.runtime.precision import BufferPrecision, cast_floating, floating_dtype, move
+from .engine.runtime.precision import (
+    UNCHANGED_BUFFERS,
+    BufferPrecision,
+    cast_floating,
+    floating_dtype,
+    move,
+)
 from .engine.runtime.unit import Unit
 from .engine.runtime.untraced import untraced, untraced_itself
 from .facts import TrainingState, UnitFacts
-from .forward_method import ForwardMethod
+from .forward_method import register_fsdp_forward_method
 from .gradient_methods import GradientMethods
 from .state.model.deferred_init import check_initializable
 from .state.model.methods import StateDicts
@@ -45,12 +51,13 @@ from .wrap import (
     warn_of_full_precision,
     wrap_submodules,
 )
+from .wrapped_module import WrappedModule
 
 __all__ = ["FullyShardedDataParallel"]
 
 
 class FullyShardedDataParallel(
-    GradientMethods, StateDicts, OptimStateDicts, UnevenInputs, UnitFacts
+    WrappedModule, GradientMethods, StateDicts, OptimStateDicts, UnevenInputs, UnitFacts
 ):
     """Shards a module's parameters, gradients and optimizer state over data-parallel ranks.
 
@@ -62,6 +69,10 @@ class FullyShardedDataParallel(
     """
 
     _is_fullshard_unit = True
+
+    _is_root: bool | None
+    #: The wrapper that was constructed around this one.
+    _enclosing: weakref.ref[FullyShardedDataParallel] | None
 
     def __init__(
         self,
@@ -97,67 +108,86 @@ class FullyShardedDataParallel(
         strategy = adopt(
             sharding_strategy or ShardingStrategy.FULL_SHARD, ShardingStrategy, "sharding_strategy"
         )
+        precision = adopt(mixed_precision or MixedPrecision(), MixedPrecision, "mixed_precision")
+        offload = adopt(cpu_offload or CPUOffload(), CPUOffload, "cpu_offload")
         if backward_prefetch is not None:
             backward_prefetch = adopt(backward_prefetch, BackwardPrefetch, "backward_prefetch")
         groups = resolve_groups(process_group, device_mesh, strategy)
         strategy = strategy_for(strategy, groups)
         if strategy is ShardingStrategy.NO_SHARD:
             groups = ProcessGroups(groups.shards, None)
-        self.mixed_precision = adopt(
-            mixed_precision or MixedPrecision(), MixedPrecision, "mixed_precision"
-        )
-        norm = not _exempt and needs_full_precision(module, self.mixed_precision)
-        if norm:
-            warn_of_full_precision({"(root)": module}, self.mixed_precision)
-            self.mixed_precision = MixedPrecision()
-        self.cpu_offload = adopt(cpu_offload or CPUOffload(), CPUOffload, "cpu_offload")
-        self._left_to_ancestor = frozenset(_left_to_ancestor)
-        self._exempt = _exempt or norm
+        lowers = precision.param_dtype is not None
+        if lowers and not _exempt and needs_full_precision(module, precision):
+            warn_of_full_precision({"(root)": module}, precision)
+            precision, _exempt, lowers = MixedPrecision(), True, False
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
-        self._ignored_modules = ignored.modules
-        self._ignored_params = ignored.parameters
-        self._ignored_buffer_names = ignored.buffer_names
+        # Not one by one: __setattr__ is for what users assign.
+        self.__dict__.update(
+            mixed_precision=precision,
+            cpu_offload=offload,
+            _left_to_ancestor=frozenset(_left_to_ancestor),
+            _exempt=_exempt,
+            _ignored_modules=ignored.modules,
+            _ignored_params=ignored.parameters,
+            _ignored_buffer_names=ignored.buffer_names,
+            _full_precision_in_eval=os.environ.get(_FSDP_USE_FULL_PREC_IN_EVAL) == "1",
+            _schedule=None,
+            _is_root=None,
+            _enclosing=None,
+        )
         options = UnitOptions(
             strategy,
-            self.mixed_precision,
+            precision,
             backward_prefetch,
             forward_prefetch,
             limit_all_gathers,
             use_orig_params,
         )
-        shared_arguments = {
-            "process_group": groups.argument,
-            "sharding_strategy": strategy,
-            "cpu_offload": self.cpu_offload,
-            "backward_prefetch": backward_prefetch,
-            "mixed_precision": self.mixed_precision,
-            "param_init_fn": param_init_fn,
-            "device_id": device_id,
-            "sync_module_states": sync_module_states,
-            "forward_prefetch": forward_prefetch,
-            "limit_all_gathers": limit_all_gathers,
-            "use_orig_params": use_orig_params,
-        }
-        self._full_precision_in_eval = os.environ.get(_FSDP_USE_FULL_PREC_IN_EVAL) == "1"
-        with collector_paused():
-            if auto_wrap_policy is not None:
+        initial = Initial(device_id, param_init_fn, sync_module_states)
+        if auto_wrap_policy is None:
+            if lowers and not _exempt:
+                self._wrap_norms_in_full_precision(module, groups, options, initial)
+            self._build(module, groups, options, initial)
+        else:
+            with collector_paused():
                 below = [m for m in module.modules() if m not in ignored.modules]
                 check_modules(module, below)
                 check_initializable(module, below, None, param_init_fn)
-                wrap_submodules(module, auto_wrap_policy, type(self), shared_arguments, ignored)
-            elif not _exempt:
-                self._wrap_norms_in_full_precision(module, shared_arguments)
-            initial = Initial(device_id, param_init_fn, sync_module_states)
-            self._build(module, groups, options, initial)
-        self._keep_mesh(device_mesh, filter(is_unit, module.modules()))
-        self.add_module(WRAPPED_MODULE, module)
-        self._schedule: Schedule | None = None
-        self._is_root: bool | None = None
-        #: The wrapper that was constructed around this one.
-        self._enclosing: weakref.ref[FullyShardedDataParallel] | None = None
+                shared = self._shared_arguments(groups, options, initial)
+                wrap_submodules(module, auto_wrap_policy, type(self), shared, ignored)
+                self._build(module, groups, options, initial)
+        if device_mesh is not None:
+            self._keep_mesh(device_mesh, filter(is_unit, module.modules()))
+        # Not add_module, which would ask the module, through the wrapper, for this name.
+        self._modules[WRAPPED_MODULE] = module
 
-    def _wrap_norms_in_full_precision(self, module: nn.Module, arguments: dict[str, Any]) -> None:
+    def _shared_arguments(
+        self, groups: ProcessGroups, options: UnitOptions, initial: Initial
+    ) -> dict[str, Any]:
+        """The arguments that units which this one makes below itself are constructed with."""
+        return {
+            "process_group": groups.argument,
+            "sharding_strategy": options.strategy,
+            "cpu_offload": self.cpu_offload,
+            "backward_prefetch": options.backward_prefetch,
+            "mixed_precision": options.mixed_precision,
+            "param_init_fn": initial.param_init_fn,
+            "device_id": initial.device_id,
+            "sync_module_states": initial.sync_module_states,
+            "forward_prefetch": options.forward_prefetch,
+            "limit_all_gathers": options.limit_all_gathers,
+            "use_orig_params": options.use_orig_params,
+        }
+
+    def _wrap_norms_in_full_precision(
+        self,
+        module: nn.Module,
+        groups: ProcessGroups,
+        options: UnitOptions,
+        initial: Initial,
+    ) -> None:
         """Wrap norms on their own that could not run in this unit's precision (see ``wrap``)."""
+        arguments = self._shared_arguments(groups, options, initial)
         norms = find_norms_needing_full_precision(
             module, self.mixed_precision, self._ignored_modules
         )
@@ -177,64 +207,30 @@ class FullyShardedDataParallel(
         options: UnitOptions,
         initial: Initial,
     ) -> None:
-        everything = list(own_modules(module, is_unit))
-        children = (child for m in everything for child in m._modules.values())
-        nested = [child for child in children if isinstance(child, FullyShardedDataParallel)]
+        everything = own_modules(module, is_unit)
+        below: list[Any] = [*filter(is_unit, module.modules())]
+        nested = [
+            child
+            for m in everything
+            for child in m._modules.values()
+            if isinstance(child, FullyShardedDataParallel)
+        ]
         for wrapper in nested:
-            wrapper._enclosing = weakref.ref(self)
+            wrapper.__dict__["_enclosing"] = weakref.ref(self)
         modules = [m for m in everything if m not in self._ignored_modules]
-        ignored = self._ignored_params | self._left_to_ancestor
-        material = Material(module, modules, ignored, [w._unit for w in nested])
-        self._unit, order = construct_unit(material, groups, options, self.cpu_offload, initial)
-        self._buffer_precision = BufferPrecision(modules, self.mixed_precision.buffer_dtype)
-        self._keep_state(modules, order, filter(is_unit, module.modules()))
-
-    # -- the module behind the wrapper ----------------------------------------------------------
-
-    @property
-    def module(self) -> nn.Module:
-        """The wrapped module."""
-        return self._modules[WRAPPED_MODULE]  # type: ignore[return-value]
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == WRAPPED_MODULE:
-                raise
-            return getattr(self.module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, torch.Tensor) and "_unit" in self.__dict__:
-            for handle in self._unit.handles:
-                if not handle.use_orig_params:
-                    refuse_attribute_beside_flat_param(self.module, name, handle.places)
-        super().__setattr__(name, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.module[key]  # type: ignore[index]
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under the names they have in the unwrapped model."""
-        for name, parameter in self._registered_parameters(prefix, recurse, remove_duplicate):
-            yield clean_tensor_name(name), parameter
-
-    def _registered_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under the names they are registered by, wrappers' prefixes included."""
-        if self._schedule is not None:
-            self._schedule.await_clean_up()
-        yield from super().named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Buffers under the names they have in the unwrapped model."""
-        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
-            yield clean_tensor_name(name), buffer
+        material = Material(
+            module,
+            everything,
+            modules,
+            self._ignored_params | self._left_to_ancestor,
+            frozenset().union(*[w._left_to_ancestor for w in below]),
+            [w._unit for w in nested],
+        )
+        unit, order = construct_unit(material, groups, options, self.cpu_offload, initial)
+        lowered = self.mixed_precision.buffer_dtype
+        precision = BufferPrecision(modules, lowered) if lowered is not None else UNCHANGED_BUFFERS
+        self.__dict__.update(_unit=unit, _buffer_precision=precision)
+        self._keep_state(modules, order, below)
 
     # -- a step ---------------------------------------------------------------------------------
 
@@ -248,27 +244,29 @@ class FullyShardedDataParallel(
     @untraced_itself
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         schedule = self._schedule or self._start()
-        unit = self._unit
-        schedule.enter(unit)
+        unit, depth, full_precision = self._unit, schedule.depth, False
         try:
-            args, kwargs, call = self._before_module(schedule, args, kwargs)
-            output = function(*args, **kwargs)
-            return self._after_module(schedule, output, call)
+            if self._adapts_inputs:
+                full_precision = self._full_precision_in_eval and not self.training
+                args, kwargs = self._adapt_inputs(full_precision, args, kwargs)
+            call = schedule.begin_forward(unit, full_precision, (args, kwargs))
+            output = schedule.end_forward(unit, function(*args, **kwargs), call)
         except BaseException as error:
-            self._abandon(schedule, error, (args, kwargs))
+            self._abandon(schedule, depth, error, (args, kwargs))
             raise
-        finally:
-            schedule.leave(unit)
+        if self._outside_dtype is not None:
+            output = cast_floating(output, self._outside_dtype)
+        return output
 
     @untraced
-    def _before_module(
-        self, schedule: Schedule, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    def _adapt_inputs(
+        self, full_precision: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Move inputs to the unit's device, and cast inputs and buffers as its precision says."""
         unit, precision = self._unit, self.mixed_precision
-        exact = self._full_precision_in_eval and not self.training
         if unit.device.type != "cpu" and self._is_root:
             args, kwargs = move((args, kwargs), unit.device)
-        if exact:
+        if full_precision:
             self._buffer_precision.restore()
         else:
             self._buffer_precision.lower()
@@ -281,19 +279,23 @@ class FullyShardedDataParallel(
         if self._exempt and self._own_dtype is not None:
             self._outside_dtype = floating_dtype((args, kwargs))
             args, kwargs = cast_floating((args, kwargs), self._own_dtype)
-        call = schedule.before_module(unit, exact, (args, kwargs))
-        return args, kwargs, call
+        return args, kwargs
+
+    @property
+    def _changes_precision_or_place(self) -> bool:
+        """Whether inputs or buffers of the unit may have to be cast or moved before a forward."""
+        precision = self.mixed_precision
+        return (
+            self._unit.device.type != "cpu"
+            or precision.param_dtype is not None
+            or precision.buffer_dtype is not None
+            or self._exempt
+            or self._full_precision_in_eval
+        )
 
     @untraced
-    def _after_module(self, schedule: Schedule, output: Any, call: Any) -> Any:
-        output = schedule.after_module(self._unit, output, call)
-        if self._exempt and self._outside_dtype is not None:
-            output = cast_floating(output, self._outside_dtype)
-        return output
-
-    @untraced
-    def _abandon(self, schedule: Schedule, error: BaseException, inputs: Any) -> None:
-        schedule.abandon(self._unit)
+    def _abandon(self, schedule: Schedule, depth: int, error: BaseException, inputs: Any) -> None:
+        schedule.abandon(self._unit, depth)
         note_places(error, self._unit, inputs)
         note_pieces(error, (other._unit for other in self.fsdp_modules(self.module)))
 
@@ -304,6 +306,9 @@ class FullyShardedDataParallel(
             return self._unit.handles[0].dtypes.shard
         return floating_dtype(list(self.module.buffers()))
 
+    #: Whether inputs or buffers may have to be cast or moved before a forward.
+    _adapts_inputs = True
+
     #: What an exempt module is called with, among modules that compute in low precision.
     _outside_dtype: torch.dtype | None = None
 
@@ -313,17 +318,18 @@ class FullyShardedDataParallel(
         modules = self.fsdp_modules(self)
         for name, other in self.named_modules():
             if isinstance(other, FullyShardedDataParallel):
-                other._unit.name = _unit_name(name, other)
+                other._unit.start_training(_unit_name(name, other), other._forward_pre_hooks)
         units = [other._unit for other in modules]
         check_one_device(unit for unit in units if unit.handles)
+        watch_optimizers(units)
         for other in modules:
             if other._schedule is not None:
                 other._schedule.rest()
         schedule = Schedule(self._unit, units)
         for other in modules:
-            other._unit.pre_hooks = other._forward_pre_hooks
             other._schedule = schedule
             other._is_root = other is self
+            other._adapts_inputs = other._changes_precision_or_place
         return schedule
 
     def _outermost(self) -> FullyShardedDataParallel:
@@ -445,10 +451,11 @@ class FullyShardedDataParallel(
         for handle in self._unit.handles:
             handle.converted(fn)
             if not handle.offload:
-                self._unit.device = handle.device
+                self._unit.set_device(handle.device)
         if not self._unit.handles:
-            self._unit.device = fn(torch.empty(0, device=self._unit.device)).device
+            self._unit.set_device(fn(torch.empty(0, device=self._unit.device)).device)
         self._unit.forget_views()
+        self._adapts_inputs = self._changes_precision_or_place
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -485,24 +492,6 @@ class UnshardHandle:
     def wait(self) -> None:
         """Return when the full parameters are in place."""
         self._schedule.finish_unshard(self._unit)
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let calls of ``module``'s method run with the unit's full parameters in place.
-
-    ``module`` is a wrapper; on any other module nothing happens. The method is then a forward of
-    the unit: it can be called through the wrapper or on the wrapped module, with gradients or
-    without.
-    """
-    if not isinstance(module, FullyShardedDataParallel):
-        return
-    method = getattr(module.module, method_name, None)
-    if not callable(method):
-        raise AttributeError(
-            f"{type(module.module).__name__} has no method {method_name!r} to register"
-        )
-
-    setattr(module.module, method_name, ForwardMethod(module, method))
 
 
 def _unit_name(path: str, wrapper: FullyShardedDataParallel) -> str:

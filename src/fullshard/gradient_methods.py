@@ -40,14 +40,14 @@ class GradientMethods(nn.Module):
         backward after it reduces the accumulated sum.
         """
         units = self._units()
-        before = [unit.synchronizes for unit in units]
+        before = [unit.syncs_gradients for unit in units]
         for unit in units:
-            unit.synchronizes = False
+            unit.sync_gradients(False)
         try:
             yield
         finally:
-            for unit, synchronizes in zip(units, before, strict=True):
-                unit.synchronizes = synchronizes
+            for unit, syncs_gradients in zip(units, before, strict=True):
+                unit.sync_gradients(syncs_gradients)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters; this also works between forward and backward.
@@ -56,7 +56,7 @@ class GradientMethods(nn.Module):
         gradients belong to the sharded ones.
         """
         showing = [unit for unit in self._units() if unit.shows_full and not unit.summoned]
-        hidden = [p for unit in showing for handle in unit.handles for p in handle.watched]
+        hidden = [p for unit in showing for handle in unit.handles for p in handle.optimizer_params]
         visible = [p for p in self.parameters() if p.is_leaf]
         nn.ParameterList([*hidden, *visible]).zero_grad(set_to_none)
 
@@ -68,7 +68,7 @@ class GradientMethods(nn.Module):
         With ``recurse``, this applies to nested units as well.
         """
         for unit in self._units() if recurse else [self._unit]:
-            unit.synchronizes = requires_gradient_sync
+            unit.sync_gradients(requires_gradient_sync)
 
     @untraced
     def clip_grad_norm_(

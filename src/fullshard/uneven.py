@@ -287,7 +287,7 @@ def _not_trained(model: UnevenInputs, optimizers: Iterable[torch.optim.Optimizer
     missing = [
         handle.where(parameter)
         for handle in handles
-        for parameter in handle.watched
+        for parameter in handle.optimizer_params
         if parameter.requires_grad and parameter not in held and not hasattr(parameter, IN_BACKWARD)
     ]
     if not missing:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import FlatParameter, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from fullshard.engine.params import flat_param
+from fullshard.engine.params import handle as flat_param
 from fullshard.testing import device, ranks
 
 

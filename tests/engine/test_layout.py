@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import ShardingStrategy
-from fullshard.engine.params.flat_param import (
+from fullshard.engine.params.handle import (
     FlatParameter,
     FlatParamHandle,
     HandleShardingStrategy,

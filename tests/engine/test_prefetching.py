@@ -225,7 +225,7 @@ def test_a_host_that_frees_nothing_before_backward_gathers_everything_at_the_beg
         model(inputs(0))
 
     first, second, evaluation = states
-    assert first == [State.GATHERED] + [State.SHARDED] * (LAYERS - 1)
+    assert first == [State.UNSHARDED] + [State.SHARDED] * (LAYERS - 1)
     if device().type == "cpu":
         assert State.SHARDED not in second
         # Nothing stays after a forward that no backward follows: no more than the next one.
@@ -265,7 +265,7 @@ def test_a_host_frees_no_units_that_its_backward_begins_with(
 
     assert first == [State.SHARDED] * 4
     kept = 2 if backward is PRE and device().type == "cpu" else 0
-    assert second == [State.SHARDED] * (4 - kept) + [State.GATHERED] * kept
+    assert second == [State.SHARDED] * (4 - kept) + [State.UNSHARDED] * kept
     assert all(unit._unit.state is State.SHARDED for unit in units)
     assert not any(unit._unit.shows_full for unit in units)
 

@@ -260,7 +260,7 @@ def test_without_dtensors_a_step_knows_nothing_of_them() -> None:
     model(*model.module.get_input(0)).sum().backward()
     for handle in model._unit.handles:
         assert not handle.distributions
-        assert all(buffer.shown is buffer.views for buffer in handle._buffers.values())
+        assert all(buffer.shown is buffer.views for buffer in handle.full_buffers.values())
 
 
 # -- what cannot be sharded ----------------------------------------------------------------------

@@ -122,7 +122,7 @@ def test_every_storage_has_one_owner(strategy: ShardingStrategy, use_orig_params
     for wrapper in FSDP.fsdp_modules(model):
         for handle in wrapper._unit.handles:
             storages = {handle.shard_tensor.untyped_storage()._cdata}
-            storages |= {b.flat.untyped_storage()._cdata for b in handle._buffers.values()}
+            storages |= {b.flat.untyped_storage()._cdata for b in handle.full_buffers.values()}
             for storage in storages:
                 assert storage not in owners, f"{owners.get(storage)} and {wrapper._unit.name}"
                 owners[storage] = wrapper._unit.name

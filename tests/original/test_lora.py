@@ -130,7 +130,7 @@ def test_frozen_parameters_are_not_reduced(strategy: ShardingStrategy) -> None:
     for wrapper in FSDP.fsdp_modules(model):
         for handle in wrapper._unit.handles:
             reduces = handle.is_sharded and any(handle.trainable)
-            assert bool(handle._reduce_buffers) == reduces
+            assert bool(handle.reduce_buffers) == reduces
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fullshard import BackwardPrefetch, CPUOffload, ShardingStrategy
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.engine.params.flat_param import _FSDP_SKIP_WRITEBACK_CHECK
+from fullshard.engine.params.handle import _FSDP_SKIP_WRITEBACK_CHECK
 from fullshard.testing import device, ranks
 
 

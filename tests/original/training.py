@@ -201,14 +201,14 @@ def assert_at_rest(model: nn.Module) -> None:
     for wrapper in FSDP.fsdp_modules(model):
         unit = wrapper._unit
         assert not unit.shows_full, unit.name
-        assert not unit.gathered, unit.name
+        assert not unit.full_buffers, unit.name
         for handle in unit.handles:
             if not handle.is_sharded:
                 continue
             if handle.use_orig_params:
                 for parameter, piece in zip(handle.params, handle.pieces, strict=True):
                     assert parameter.shape == (piece.numel,), unit.name
-            for buffer in handle._buffers.values():
+            for buffer in handle.full_buffers.values():
                 assert buffer.flat.untyped_storage().nbytes() == 0, unit.name
 
 

@@ -20,7 +20,7 @@ from fullshard import (
     StateDictType,
 )
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.engine.params.flat_param import _FSDP_USE_FULL_PREC_IN_EVAL
+from fullshard.engine.params.handle import _FSDP_USE_FULL_PREC_IN_EVAL
 from fullshard.testing import ranks
 from fullshard.wrap import ModuleWrapPolicy
 

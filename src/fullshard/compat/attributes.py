@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import _common_utils
 
 from fullshard import FullyShardedDataParallel
-from fullshard.engine.params.flat_param import FlatParamHandle
+from fullshard.engine.params.handle import FlatParamHandle
 from fullshard.engine.params.layout import Piece
 from fullshard.facts import UnitFacts
 from fullshard.fsdp import UnshardHandle

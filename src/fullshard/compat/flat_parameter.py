@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import _flat_param
 
-from fullshard.engine.params.flat_param import FlatParamHandle
+from fullshard.engine.params.handle import FlatParamHandle
 from fullshard.engine.params.layout import Piece, contiguous_in_memory
 
 __all__ = ["ATTRIBUTES", "PIECE_ATTRIBUTES", "modules_of", "offsets_of"]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import _common_utils
 
 from fullshard.api import ShardingStrategy
-from fullshard.engine.params.flat_param import FlatParamHandle
+from fullshard.engine.params.handle import FlatParamHandle
 from fullshard.engine.params.layout import alignment_elements
 
 from .flat_parameter import modules_of, offsets_of

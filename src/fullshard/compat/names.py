@@ -18,7 +18,7 @@ import torch.distributed.fsdp
 import fullshard
 from fullshard import api, wrap
 from fullshard.api import HYBRID_STRATEGIES, NO_RESHARD_AFTER_FORWARD_STRATEGIES, ShardingStrategy
-from fullshard.engine.params import flat_param
+from fullshard.engine.params import handle as flat_param
 from fullshard.engine.params.layout import FlatParamShardMetadata
 from fullshard.engine.params.locations import clean_tensor_name
 from fullshard.facts import TrainingState

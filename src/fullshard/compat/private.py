@@ -21,7 +21,7 @@ import fullshard
 from fullshard import FlatParameter, FullyShardedDataParallel
 from fullshard.api import ShardingStrategy
 from fullshard.engine.comm.process_groups import groups_by_node
-from fullshard.engine.params.flat_param import FlatParamHandle
+from fullshard.engine.params.handle import FlatParamHandle
 from fullshard.engine.params.locations import clean_tensor_name
 from fullshard.state.model.state_hooks import FLAT_NAME
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..engine.comm.collectives import Group
-from ..engine.params.flat_param import FlatParamHandle
+from ..engine.params.handle import FlatParamHandle
 from ..engine.params.tensor_parallel import Distribution, is_distributed, local_part
 from ..engine.runtime.forward import Schedule
 from ..engine.runtime.unit import Unit
@@ -83,8 +83,8 @@ def _gradients(model: nn.Module, units: Sequence[Unit]) -> _Found:
                 _add_distributed(found, handle, groups)
             else:
                 part = found.setdefault(groups, [])
-                part += [p.grad for p in handle.watched if p.grad is not None]
-            seen.update(handle.watched)
+                part += [p.grad for p in handle.optimizer_params if p.grad is not None]
+            seen.update(handle.optimizer_params)
     for parameter in model.parameters():
         if parameter not in seen:
             _add_unmanaged(found, parameter)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fullshard.wrap.graph import walk
 from fullshard.wrap.marker import WRAPPED_MODULE_NAME, is_unit
 
 __all__ = ["NOTHING_IGNORED", "Ignored", "resolve_ignored"]
@@ -46,7 +45,7 @@ def resolve_ignored(
     one of the two may be given.
     """
     modules, parameters = _given(ignored_modules, ignored_states)
-    if any(is_unit(module) for module in modules):
+    if any(map(is_unit, modules)):
         raise ValueError("`ignored_modules` should not include FSDP modules")
     if root in modules:
         warnings.warn(
@@ -59,10 +58,11 @@ def resolve_ignored(
     all_parameters = set(parameters)
     for module in all_modules:
         all_parameters.update(p for p in module._parameters.values() if p is not None)
-    for unit in walk(root):
-        if is_unit(unit):
-            all_modules |= getattr(unit, "_ignored_modules", None) or set()
-            all_parameters |= getattr(unit, "_ignored_params", None) or set()
+    for unit in filter(is_unit, root.modules()):
+        all_modules |= getattr(unit, "_ignored_modules", None) or set()
+        all_parameters |= getattr(unit, "_ignored_params", None) or set()
+    if not (all_modules or all_parameters):
+        return NOTHING_IGNORED
     return Ignored(
         frozenset(all_modules), frozenset(all_parameters), _buffer_names(root, all_modules)
     )
@@ -73,6 +73,8 @@ def _given(
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
 ) -> tuple[list[nn.Module], list[nn.Parameter]]:
     """Validate the two arguments and return them as modules and parameters."""
+    if ignored_modules is None and ignored_states is None:
+        return [], []
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
             "Cannot pass both ignored_modules and ignored_states at the same time. "

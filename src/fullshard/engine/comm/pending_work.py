@@ -19,7 +19,7 @@ _AT_EXIT = 0.02
 
 
 #: Operations that failed, with the memory they may still touch: it is never freed.
-lost: list[Any] = []
+kept_alive: list[Any] = []
 
 
 class PendingWork:

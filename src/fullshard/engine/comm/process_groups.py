@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,8 @@ def resolve_groups(
             "Cannot pass both process_group and device_mesh at the same time. Please just pass "
             "only one of them."
         )
-    _check_kinds(process_group, device_mesh)
+    if process_group is not None or device_mesh is not None:
+        _check_kinds(process_group, device_mesh)
     if strategy in HYBRID_STRATEGIES:
         return _hybrid(process_group, device_mesh, strategy)
     if device_mesh is not None:
@@ -52,6 +54,19 @@ def resolve_groups(
     if process_group is None:
         process_group = _default_group()
     return ProcessGroups(process_group, None)
+
+
+def strategy_for(strategy: ShardingStrategy, groups: ProcessGroups) -> ShardingStrategy:
+    """``strategy``, or ``NO_SHARD``, with a warning, where there is nobody to share with."""
+    alone = groups.shards.size() == 1 and (groups.copies is None or groups.copies.size() == 1)
+    if not alone or strategy is ShardingStrategy.NO_SHARD:
+        return strategy
+    warnings.warn(
+        f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.",
+        UserWarning,
+        stacklevel=3,
+    )
+    return ShardingStrategy.NO_SHARD
 
 
 def _check_kinds(process_group: Any, device_mesh: Any) -> None:

@@ -44,7 +44,8 @@ class Releasable(Protocol):
     @property
     def flat(self) -> torch.Tensor: ...
 
-    def release(self) -> None: ...
+    @property
+    def release(self) -> Callable[[], object]: ...
 
 
 class HostStreams:

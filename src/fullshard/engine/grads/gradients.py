@@ -10,6 +10,7 @@ Note: absent gradients
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -21,9 +22,13 @@ from torch import nn
 from ..comm.collectives import Group, as_real
 from ..comm.streams import streams_for
 from ..params.buffers import ReduceBuffer
-from ..params.flat_param import FlatParamHandle, check_shape
+from ..params.handle import FlatParamHandle
+from ..params.replacements import check_shape
 
 Gradients = Sequence[torch.Tensor | None]
+
+_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
+_IS_THERE = functools.partial(operator.is_not, None)
 
 #: Where torch's ``_apply_optimizer_in_backward`` keeps a parameter's optimizers.
 IN_BACKWARD = "_in_backward_optimizers"
@@ -35,10 +40,12 @@ class ReduceInput(NamedTuple):
     handle: FlatParamHandle
     flat: torch.Tensor
     absent: list[int]
+    #: What ``flat`` is the memory of, where the group is sharded.
+    buffer: ReduceBuffer | None
 
     def release(self) -> None:
-        if self.handle.is_sharded:
-            self.handle.reduce_buffer(self.flat.dtype).release()
+        if self.buffer is not None:
+            self.buffer.release()
 
 
 class UnreducedGradients(NamedTuple):
@@ -102,7 +109,7 @@ def stage(handle: FlatParamHandle, gradients: Gradients) -> ReduceInput:
     dtype = handle.dtypes.reduce
     buffer: ReduceBuffer | None = None
     if handle.is_sharded:
-        buffer = handle.reduce_buffer(dtype)
+        buffer = handle.reduce_buffers.get(dtype) or handle.reduce_buffer(dtype)
         buffer.allocate()
         flat, places = buffer.alias, buffer.places
         if not handle.use_orig_params and buffer.gaps:
@@ -113,7 +120,7 @@ def stage(handle: FlatParamHandle, gradients: Gradients) -> ReduceInput:
         if not handle.use_orig_params:
             for start, end in handle.layout.gaps():
                 flat[start:end].zero_()
-    present = [gradient for gradient in gradients if gradient is not None]
+    present: list[torch.Tensor] = [*filter(_IS_THERE, gradients)]  # type: ignore[list-item]
     pattern: tuple[bool, ...] | None = None
     absent: list[int] = []
     if len(present) < len(gradients):
@@ -130,7 +137,7 @@ def stage(handle: FlatParamHandle, gradients: Gradients) -> ReduceInput:
         by_grid = pattern is None and flat.device.type != "cpu"
         if not (by_grid and buffer is not None and buffer.mark_all()):
             handle.presence.mark(flat, pattern)
-    return ReduceInput(handle, flat, absent)
+    return ReduceInput(handle, flat, absent, buffer)
 
 
 def _copy(places: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
@@ -230,7 +237,7 @@ def accept(found: Sequence[PossiblyUnused]) -> None:
 def _add(handle: FlatParamHandle, pairs: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
     old: list[torch.Tensor] = []
     new: list[torch.Tensor] = []
-    handle.received.extend(map(operator.itemgetter(0), pairs))
+    handle.receive(map(operator.itemgetter(0), pairs))
     for parameter, gradient in pairs:
         if not parameter.requires_grad:
             continue
@@ -270,14 +277,13 @@ def run_hooks(handle: FlatParamHandle) -> None:
 
     A gradient that is left from an earlier backward was complete then.
     """
-    received, handle.received = handle.received, []
-    hooks = operator.attrgetter("_post_accumulate_grad_hooks")
-    if any(map(hooks, handle.watched)):
-        for parameter in dict.fromkeys(received):
+    if any(map(_HOOKS, handle.optimizer_params)):
+        for parameter in handle.received():
             if parameter.grad is not None and parameter.requires_grad:
-                for hook in list((hooks(parameter) or {}).values()):
+                for hook in list((_HOOKS(parameter) or {}).values()):
                     hook(parameter)
-    attributes = map(vars, handle.watched)
+    handle.forget_received()
+    attributes = map(vars, handle.optimizer_params)
     if any(map(operator.contains, attributes, itertools.repeat(IN_BACKWARD))):
         _step_in_backward(handle)
 
@@ -287,7 +293,7 @@ def _step_in_backward(handle: FlatParamHandle) -> None:
 
     Its hooks hang on autograd nodes that no backward reaches here.
     """
-    for parameter in handle.watched:
+    for parameter in handle.optimizer_params:
         if parameter.grad is not None and hasattr(parameter, IN_BACKWARD):
             for optimizer in getattr(parameter, IN_BACKWARD):
                 optimizer.step()
@@ -301,10 +307,10 @@ def keep_local(handle: FlatParamHandle, gradients: Gradients) -> None:
     """Add unreduced gradients, whole and in compute precision, to those the user sees."""
     if not handle.local_gradients:
         _make_whole(handle)
-        handle.local_gradients = True
+        handle.show_local_gradients(True)
     if not handle.use_orig_params:
         gradients = [_flatten(handle, gradients)]
-    for parameter, gradient in zip(handle.watched, gradients, strict=True):
+    for parameter, gradient in zip(handle.optimizer_params, gradients, strict=True):
         if gradient is None:
             continue
         if parameter.grad is None:
@@ -316,11 +322,9 @@ def keep_local(handle: FlatParamHandle, gradients: Gradients) -> None:
 
 def take_local(handle: FlatParamHandle, gradients: Gradients) -> Gradients:
     """``gradients`` plus those kept locally before, which the user sees no longer."""
-    if not handle.local_gradients:
-        return gradients
-    handle.local_gradients = False
-    kept = [p.grad if p.requires_grad else None for p in handle.watched]
-    for parameter in handle.watched:
+    handle.show_local_gradients(False)
+    kept = [p.grad if p.requires_grad else None for p in handle.optimizer_params]
+    for parameter in handle.optimizer_params:
         if parameter.requires_grad:
             parameter.grad = None
     if not handle.use_orig_params:
@@ -352,7 +356,7 @@ def _make_whole(handle: FlatParamHandle) -> None:
     and zeros elsewhere: the mean over the ranks gives every shard back.
     """
     layout, dtype = handle.layout, handle.dtypes.compute
-    for index, parameter in enumerate(handle.watched):
+    for index, parameter in enumerate(handle.optimizer_params):
         if parameter.grad is None or not parameter.requires_grad:
             continue
         reduced = parameter.grad.to(handle.device, dtype)

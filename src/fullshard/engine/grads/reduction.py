@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..comm.pending_work import lost
-from ..params.flat_param import FlatParamHandle
+from ..comm.pending_work import kept_alive
+from ..params.handle import REQUIRES_GRAD, FlatParamHandle
 from . import gradients as flow
 from .comm_hook import Ballot, CommHook, reduce_with_hook, settle_by_vote
 
@@ -28,6 +28,7 @@ class Reduction:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
+        self.handles: Sequence[FlatParamHandle] = unit.handles
         #: What reduces gradients in place of the engine (``register_comm_hook``).
         self.comm_hook: CommHook | None = None
         #: What the ranks vote on at the end of a backward whose gradients a hook reduced.
@@ -56,11 +57,14 @@ class Reduction:
 
     def stage(self, gradients: Sequence[flow.Gradients]) -> None:
         """Copy full gradients into reduce buffers, so that autograd's own memory can go."""
+        alone = self._unit.world_size == 1 and self.comm_hook is None
         for handle, full in zip(self._unit.handles, gradients, strict=True):
-            if not handle.has_trainable:
+            if True not in map(REQUIRES_GRAD, handle.optimizer_params):
                 continue
-            full = flow.take_local(handle, full)
-            if self._is_alone_with(handle):
+            if handle.local_gradients:
+                full = flow.take_local(handle, full)
+            if alone and handle.use_orig_params and not handle.is_sharded:
+                # This rank's gradients are the result, as they are.
                 own = flow.UnreducedGradients(handle, full)
                 if self._unit.streams.runs_ahead:
                     self._staged.append(own)
@@ -68,11 +72,6 @@ class Reduction:
                     own.deliver()
             else:
                 self._staged.append(flow.stage(handle, full))
-
-    def _is_alone_with(self, handle: FlatParamHandle) -> bool:
-        """Whether this rank's gradients are the result, as they are."""
-        alone = self._unit.world_size == 1 and self.comm_hook is None
-        return alone and handle.use_orig_params and not handle.is_sharded
 
     def stage_kept(self) -> None:
         """Stage what ``no_sync`` left behind in a unit that this backward did not reach."""
@@ -84,37 +83,43 @@ class Reduction:
 
     def reduce(self) -> None:
         """Reduce what is staged and put the result where the optimizer looks."""
-        unit, streams = self._unit, self._unit.streams
+        streams = self._unit.streams
         staged, self._staged = self._staged, []
         if not staged:
             return
         if self._unit.joining is not None:
             self._unit.joining.tell("reduce", self._unit)
-        streams.reduce_after_compute()
         # A hook of the user's may raise; after a failed collective, memory must not be freed.
         self._reducing = staged if self.comm_hook is not None else []
+        if not streams.runs_ahead:
+            for item in staged:
+                self._reduce(item)
+            self._reducing = []
+            return
+        streams.reduce_after_compute()
         with streams.on_reduce():
             for item in staged:
-                if isinstance(item, flow.UnreducedGradients):
-                    item.deliver()
-                    continue
-                reduced = self._reduce(item)
-                if self.rescale != 1.0:
-                    reduced.mul_(self.rescale)
-                if not streams.runs_ahead:
-                    item.release()
-                undecided = flow.deliver(item.handle, reduced, item.absent)
-                if self.comm_hook is None:
-                    self._undecided += undecided
-                elif item.handle.use_orig_params:
-                    self.ballots.append(Ballot.of(item, unit.shards, unit.copies, undecided))
-        self._reducing = staged if streams.runs_ahead else []
+                self._reduce(item)
+        self._reducing = staged
 
-    def _reduce(self, item: flow.ReduceInput) -> torch.Tensor:
-        unit = self._unit
-        if self.comm_hook is not None:
-            return reduce_with_hook(item, self.comm_hook, unit.shards, unit.copies, unit.name)
-        return self._start(item).finish()
+    def _reduce(self, item: flow.ReduceInput | flow.UnreducedGradients) -> None:
+        if isinstance(item, flow.UnreducedGradients):
+            item.deliver()
+            return
+        unit, hook = self._unit, self.comm_hook
+        if hook is not None:
+            reduced = reduce_with_hook(item, hook, unit.shards, unit.copies, unit.name)
+        else:
+            reduced = self._start(item).finish()
+        if self.rescale != 1.0:
+            reduced.mul_(self.rescale)
+        if not unit.streams.runs_ahead:
+            item.release()
+        undecided = flow.deliver(item.handle, reduced, item.absent)
+        if hook is None:
+            self._undecided += undecided
+        elif item.handle.use_orig_params:
+            self.ballots.append(Ballot.of(item, unit.shards, unit.copies, undecided))
 
     def _start(self, item: flow.ReduceInput) -> flow.Reducing:
         unit, dtype = self._unit, item.flat.dtype
@@ -201,19 +206,17 @@ class Reduction:
     # -- the end of a backward ----------------------------------------------------------------
 
     def settle(self) -> None:
-        """Decide on gradients that only other ranks may have."""
+        """Free the reduce buffers, and decide on gradients that only other ranks may have."""
+        if self._reducing:
+            self.free_buffers()
         undecided, self._undecided = self._undecided, []
-        flow.settle(undecided)
+        if undecided:
+            flow.settle(undecided)
 
     def take_ballots(self) -> list[Ballot]:
         """What the ranks have to vote on, once."""
         ballots, self.ballots = self.ballots, []
         return ballots
-
-    def run_hooks(self) -> None:
-        """Call the user's hooks on parameters whose reduced gradients are in place."""
-        for handle in self._unit.handles:
-            flow.run_hooks(handle)
 
     def drop(self) -> None:
         """Forget what a broken-off backward left."""
@@ -223,7 +226,7 @@ class Reduction:
                 reducing.await_sum()
             except BaseException:
                 # The collective may still touch this memory: let it go unfreed.
-                lost.append(reducing)
+                kept_alive.append(reducing)
                 reducing.staged.handle.forget_buffers()
                 self._unit.forget_views()
             else:
@@ -232,14 +235,22 @@ class Reduction:
             item.release()
         self._staged, self._reducing, self._undecided, self.ballots = [], [], [], []
         for handle in self._unit.handles:
-            handle.received = []
+            handle.forget_received()
 
 
 def settle_all(reductions: Sequence[Reduction]) -> None:
     """At the end of a backward, free the reduce buffers and find out which gradients are absent."""
+    ballots: list[Ballot] = []
     for reduction in reductions:
-        reduction.free_buffers()
         reduction.settle()
-    ballots = [ballot for reduction in reductions for ballot in reduction.take_ballots()]
+        if reduction.ballots:
+            ballots += reduction.take_ballots()
     if ballots:
         settle_by_vote(ballots)
+
+
+def run_hooks_of_all(reductions: Sequence[Reduction]) -> None:
+    """Call the user's hooks on parameters whose reduced gradients are in place."""
+    for reduction in reductions:
+        for handle in reduction.handles:
+            flow.run_hooks(handle)

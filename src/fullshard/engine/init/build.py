@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -11,46 +13,41 @@ from torch import nn
 from ...api import CPUOffload
 from ..comm.collectives import Group, group_for
 from ..comm.process_groups import ProcessGroups
-from ..params.flat_param import FlatParamHandle
+from ..params.handle import FlatParamHandle
 from ..params.locations import (
-    IsUnit,
-    ParameterLocation,
     clean_tensor_name,
     find_locations,
-    own_modules,
 )
 from ..params.tensor_parallel import Distribution
 from ..runtime.policy import UnitOptions
 from ..runtime.unit import Unit
 
+ParameterOrder = dict[nn.Module, tuple[str, ...]]
+
+_DEVICE = operator.attrgetter("device")
+_HAS_MEMORY = functools.partial(operator.ne, torch.device("meta"))
+
 
 def managed_parameters(
-    module: nn.Module, ignored: Collection[nn.Parameter], is_unit: IsUnit
+    module: nn.Module,
+    own: Iterable[nn.Module],
+    ignored: Collection[nn.Parameter],
+    left: Collection[nn.Parameter],
 ) -> list[nn.Parameter]:
     """The parameters a unit around ``module`` manages: not ignored, not in a nested unit.
 
-    A parameter that a nested unit reached but left to its ancestor is found in its modules.
+    ``own`` are the modules outside of nested units; ``left`` are parameters that nested units
+    reached but left to their ancestor, and that nobody may have taken yet.
     """
-    nested: Iterable[Any] = filter(is_unit, module.modules())
-    left = {
-        parameter
-        for unit in nested
-        for parameter in unit._left_to_ancestor
-        if not hasattr(parameter, "_fullshard_unit")
-    }
+    left = [p for p in left if not hasattr(p, "_fullshard_unit")] if left else left
     found: dict[nn.Parameter, None] = {}
-    for submodule in module.modules() if left else own_modules(module, is_unit):
+    for submodule in module.modules() if left else own:
         for parameter in submodule._parameters.values():
             if parameter is not None and parameter not in ignored:
                 found[parameter] = None
     if left:
-        own = {
-            p
-            for m in own_modules(module, is_unit)
-            for p in m._parameters.values()
-            if p is not None and p not in ignored
-        }
-        found = {p: None for p in found if p in own or p in left}
+        wanted = {*left, *(p for m in own for p in m._parameters.values())}
+        found = {p: None for p in found if p in wanted}
     for parameter in found:
         owner = getattr(parameter, "_fullshard_unit", None)
         if owner is not None:
@@ -77,6 +74,16 @@ def group_parameters(
     return list(groups.values())
 
 
+def buffers_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """The buffers that are registered with ``modules``."""
+    return [buffer for m in modules for buffer in m._buffers.values() if buffer is not None]
+
+
+def parameter_order(modules: Iterable[nn.Module]) -> ParameterOrder:
+    """The names of each module's own parameters, in the order in which it registered them."""
+    return {module: tuple(module._parameters) for module in modules}
+
+
 def compute_device(
     parameters: Iterable[nn.Parameter],
     device_id: int | str | torch.device | None,
@@ -84,8 +91,8 @@ def compute_device(
     rank: int,
 ) -> torch.device:
     """The device a unit computes on: the one asked for, or where its parameters are."""
-    found = next((p.device for p in parameters if p.device.type != "meta"), None)
-    asked = _as_device(device_id)
+    found = next(filter(_HAS_MEMORY, map(_DEVICE, parameters)), None)
+    asked = None if device_id is None else _as_device(device_id)
     if asked is not None:
         if found is not None and found.type != "cpu" and found != asked:
             raise ValueError(
@@ -100,9 +107,7 @@ def compute_device(
     return found or torch.device("cpu")
 
 
-def _as_device(device_id: int | str | torch.device | None) -> torch.device | None:
-    if device_id is None:
-        return None
+def _as_device(device_id: int | str | torch.device) -> torch.device:
     if isinstance(device_id, str):
         device_id = _named_device(device_id)
     if not isinstance(device_id, (int, torch.device)):
@@ -169,42 +174,28 @@ def build_unit(
 
     ``distributions`` says of which parameters these are the local parts only.
     """
-    places = find_locations(module, parameters)
-    handles = [
-        _build_handle(
-            module, group, places, distributions, groups.shards, device, cpu_offload, options
+    grouped = group_parameters(parameters, options.use_orig_params)
+    places = find_locations(module, parameters) if parameters else {}
+    precision = options.mixed_precision
+    handles: list[FlatParamHandle] = []
+    for group in grouped:
+        handle = FlatParamHandle(
+            group,
+            module,
+            device,
+            options.strategy,
+            cpu_offload.offload_params,
+            precision.param_dtype,
+            precision.reduce_dtype,
+            precision.keep_low_precision_grads,
+            groups.shards,
+            options.use_orig_params,
+            places=places,
+            distributions=distributions,
+            shard=True,
         )
-        for group in group_parameters(parameters, options.use_orig_params)
-    ]
+        handles.append(handle)
     copies = group_for(groups.copies) if groups.copies is not None else None
     return Unit(
         type(module).__name__, module, handles, group_for(groups.shards), copies, device, options
-    )
-
-
-def _build_handle(
-    module: nn.Module,
-    parameters: list[nn.Parameter],
-    places: dict[Any, list[ParameterLocation]],
-    distributions: Mapping[nn.Parameter, Distribution],
-    process_group: Any,
-    device: torch.device,
-    cpu_offload: CPUOffload,
-    options: UnitOptions,
-) -> FlatParamHandle:
-    precision = options.mixed_precision
-    return FlatParamHandle(
-        parameters,
-        module,
-        device,
-        options.strategy,
-        cpu_offload.offload_params,
-        precision.param_dtype,
-        precision.reduce_dtype,
-        precision.keep_low_precision_grads,
-        process_group,
-        options.use_orig_params,
-        places=places,
-        distributions=distributions,
-        shard=True,
     )

@@ -47,9 +47,10 @@ _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _hooks: list[Any] = []
 
 
-def watch_optimizers(unit: Unit) -> None:
-    """Let optimizers be looked at, from now on, if this unit has what some of them cannot step."""
-    if not _hooks and any(h.is_cut or not h.use_orig_params for h in unit.handles):
+def watch_optimizers(units: Iterable[Unit]) -> None:
+    """Let optimizers be looked at, from now on, if ``units`` have what some of them cannot step."""
+    handles = (handle for unit in units for handle in unit.handles)
+    if not _hooks and any(h.is_cut or not h.use_orig_params for h in handles):
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
 

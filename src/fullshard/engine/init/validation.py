@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,20 @@ _SEEN = "_fullshard_seen"
 _SHOWN = 4
 
 
+def check_unit(
+    root: nn.Module,
+    modules: Iterable[nn.Module],
+    parameters: Sequence[nn.Parameter],
+    use_orig_params: bool,
+) -> None:
+    """Refuse what cannot be in a unit around ``root``: its own modules, and its parameters."""
+    check_modules(root, modules)
+    warn_of_container(root)
+    check_parameters(root, parameters)
+    if not use_orig_params:
+        check_no_optimizers_in_backward(root, parameters)
+
+
 def check_modules(root: nn.Module, modules: Iterable[nn.Module]) -> None:
     """Refuse modules of classes that cannot be in a unit."""
     for module in modules:
@@ -43,7 +57,7 @@ def warn_of_container(module: nn.Module) -> None:
             "FSDP will not all-gather parameters for containers that do not implement forward: "
             f"{type(module).__name__} of {len(module)} modules. Wrap what is in it",
             UserWarning,
-            stacklevel=4,
+            stacklevel=6,
         )
 
 
@@ -105,7 +119,7 @@ def note_places(error: BaseException, unit: Unit, inputs: Any) -> None:
         # A unit inside of this one has told already.
         return
     device, module = unit.device, unit.module
-    managed = {p for handle in unit.handles for p in handle.watched}
+    managed = {p for handle in unit.handles for p in handle.optimizer_params}
     unmanaged = [(name, p) for name, p in module.named_parameters() if p not in managed]
     found = [f"an input on {t.device}" for t in tensors_in(inputs) if t.device != device]
     for kind, tensors in (("buffer", module.named_buffers()), ("unmanaged parameter", unmanaged)):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..grads.reduction import settle_all
+from ..grads.reduction import run_hooks_of_all, settle_all
 from ..runtime.forward import Schedule
 from ..runtime.unit import Unit
 from .joining import Joining, Word
@@ -52,8 +52,8 @@ class Follower:
         elif word.verb == "run":
             unit.agree_to_run()
         elif word.verb == "gather":
-            unit.start_gather(word.detail)
-            unit.release()
+            unit.start_unshard(word.detail)
+            unit.reshard()
         elif word.verb == "reduce":
             self._reduced[unit] = None
             with torch.no_grad():
@@ -71,5 +71,4 @@ class Follower:
             if any(unit.offloads for unit in units):
                 streams.host_after_reduces()
             settle_all(reduced)
-        for reduction in reduced:
-            reduction.run_hooks()
+        run_hooks_of_all(reduced)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,6 +20,10 @@ class FlatBuffer(ABC):
     not look to autograd like an in-place change of what it saved.
     """
 
+    #: Give the tensor memory, and take it away. Bound once: the step's path calls no Python here.
+    allocate: Callable[[], object]
+    release: Callable[[], object]
+
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self.flat = torch.empty(layout.padded_numel, dtype=dtype, device=device)
@@ -26,7 +31,9 @@ class FlatBuffer(ABC):
             self._nbytes = self._storage.nbytes()
             self.alias = self.flat.data
             self._make_views(layout)
-            self._storage.resize_(0)
+        self.allocate = functools.partial(self._storage.resize_, self._nbytes)
+        self.release = functools.partial(self._storage.resize_, 0)
+        self.release()
 
     @abstractmethod
     def _make_views(self, layout: Layout) -> None:
@@ -35,12 +42,6 @@ class FlatBuffer(ABC):
     @property
     def is_allocated(self) -> bool:
         return self._storage.nbytes() == self._nbytes
-
-    def allocate(self) -> None:
-        self._storage.resize_(self._nbytes)
-
-    def release(self) -> None:
-        self._storage.resize_(0)
 
 
 class ReduceBuffer(FlatBuffer):
@@ -78,23 +79,32 @@ class FullBuffer(FlatBuffer):
     """Full parameters, as ``views``; ``shown`` is what the module computes with.
 
     Those are the views, or DTensors made of them where parameters are distributed. ``own`` is the
-    part that this rank's shard fills.
+    part that this rank's shard fills. An all-gather into the buffer sends ``gather_input``: the
+    shard itself, or, where dtype or device differ, ``own``, after ``filled_from`` (the shard) was
+    copied into it, so that the cast takes no memory beside the buffer's own.
     """
 
     #: Whether the buffer is the shard itself.
     is_standing = False
+    #: Ranks whose shards fill the buffer.
+    world_size: int
 
     def __init__(
         self,
         layout: Layout,
         rank: int,
+        shard: torch.Tensor,
         dtype: torch.dtype,
         device: torch.device,
         distributions: Distributions = (),
     ) -> None:
         self._rank = rank
         self._distributions = distributions
+        self.world_size = layout.world_size
         super().__init__(layout, dtype, device)
+        fits = shard.dtype == dtype and shard.device == self.flat.device
+        self.gather_input = shard if fits else self.own
+        self.filled_from = None if fits else shard
 
     def _make_views(self, layout: Layout) -> None:
         start = self._rank * layout.shard_numel
@@ -124,23 +134,29 @@ class ShardBackedBuffer(FullBuffer):
     ) -> None:
         self._rank = 0
         self._distributions = distributions
+        self.world_size = 1
         with torch.inference_mode(False), torch.no_grad():
             self.flat = shard
             self.alias = shard.data
             self._make_views(layout)
+        self.allocate = self.release = _leave_as_it_is
+        self.gather_input, self.filled_from = shard, None
 
     @property
     def is_allocated(self) -> bool:
         return True
 
-    def allocate(self) -> None:
-        pass
-
-    def release(self) -> None:
-        pass
-
     def holds(self, tensor: torch.Tensor) -> bool:
         return False
+
+
+def _leave_as_it_is() -> None:
+    """Neither allocate nor release: the memory is the shard's."""
+
+
+def any_holds(buffers: Sequence[FullBuffer], tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` lies in one of ``buffers``, so that it dies with it."""
+    return True in [buffer.holds(tensor) for buffer in buffers]
 
 
 _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}

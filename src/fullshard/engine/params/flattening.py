@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -10,22 +11,30 @@ from torch import nn
 from ..comm.streams import streams_for
 from .layout import Layout, Piece
 
+_DTYPE = operator.attrgetter("dtype")
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+
 
 def check_uniform(params: Sequence[nn.Parameter], use_orig_params: bool) -> None:
     """Refuse parameters that cannot lie in one buffer."""
-    dtypes = {p.dtype for p in params}
+    dtypes = set(map(_DTYPE, params))
     if len(dtypes) > 1:
         raise ValueError(
             f"Must flatten tensors with uniform dtype but got {sorted(map(str, dtypes))}"
         )
     if not use_orig_params:
-        if len({p.requires_grad for p in params}) > 1:
+        if len(set(map(_REQUIRES_GRAD, params))) > 1:
             raise ValueError(
                 "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: "
                 "wrap the frozen parameters on their own, or pass use_orig_params=True"
             )
         if not params[0].dtype.is_floating_point and not params[0].dtype.is_complex:
             raise ValueError("Cannot flatten integer dtype tensors")
+
+
+def flat_strides(parameters: Iterable[torch.Tensor]) -> list[tuple[int, ...]]:
+    """The strides under which flattened parameters are seen."""
+    return [p.stride() if p.is_contiguous() else flat_stride(p) for p in parameters]
 
 
 def flat_stride(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -7,7 +7,8 @@ instead of 1.3 µs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -17,6 +18,7 @@ IsUnit = Callable[[nn.Module], bool]
 #: The name under which a wrapper holds the module it wraps.
 WRAPPED_MODULE = "_fsdp_wrapped_module"
 _PREFIXES = (f"{WRAPPED_MODULE}.", "_checkpoint_wrapped_module.", "_orig_mod.")
+_ANY_PREFIX = re.compile("|".join(map(re.escape, _PREFIXES))).search
 
 
 class ParameterLocation(NamedTuple):
@@ -30,12 +32,6 @@ class ParameterLocation(NamedTuple):
     def parent(self) -> str:
         """The path of the module; empty for the unit's own."""
         return self.path.rpartition(".")[0]
-
-    def containers(self, registered: bool) -> Iterable[tuple[Any, Any]]:
-        """(container, key) pairs to assign to when the parameter changes its form."""
-        yield (self.module._parameters if registered else self.module.__dict__, self.name)
-        if isinstance(self.module, nn.RNNBase) and self.name in self.module._flat_weights_names:
-            yield _RecurrentWeights(self.module), self.module._flat_weights_names.index(self.name)
 
 
 class _RecurrentWeights:
@@ -62,16 +58,41 @@ def _leave_in_place() -> None:
     pass
 
 
-def own_modules(root: nn.Module, is_unit: IsUnit) -> Iterator[nn.Module]:
+def containers_of(
+    places: Sequence[Sequence[ParameterLocation]], registered: bool
+) -> tuple[list[Any], list[Any], list[int]]:
+    """What to assign to when parameters change their form: containers, keys, parameters' indices.
+
+    A container is ``module._parameters``, or ``module.__dict__`` when only the flat parameter is
+    registered.
+    """
+    containers: list[Any] = []
+    keys: list[Any] = []
+    indices: list[int] = []
+    for index, of_parameter in enumerate(places):
+        for module, name, _ in of_parameter:
+            containers.append(module._parameters if registered else module.__dict__)
+            keys.append(name)
+            indices.append(index)
+            if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:
+                containers.append(_RecurrentWeights(module))
+                keys.append(module._flat_weights_names.index(name))
+                indices.append(index)
+    return containers, keys, indices
+
+
+def own_modules(root: nn.Module, is_unit: IsUnit) -> list[nn.Module]:
     """The modules below ``root``, those in nested units left out."""
+    found: list[nn.Module] = []
     stack, seen = [root], {root}
     while stack:
         module = stack.pop()
-        yield module
+        found.append(module)
         for child in reversed(module._modules.values()):
             if child is not None and child not in seen and not is_unit(child):
                 seen.add(child)
                 stack.append(child)
+    return found
 
 
 def find_locations(
@@ -84,8 +105,8 @@ def find_locations(
             if parameter is not None and parameter in places:
                 path = f"{prefix}.{name}" if prefix else name
                 places[parameter].append(ParameterLocation(module, name, clean_tensor_name(path)))
-    missing = [tuple(p.shape) for p, found in places.items() if not found]
-    if missing:
+    if not all(places.values()):
+        missing = [tuple(p.shape) for p, found in places.items() if not found]
         raise ValueError(
             f"Parameters of shapes {missing} are not part of {type(root).__name__}; a unit manages "
             "parameters of the module it wraps only"
@@ -95,7 +116,7 @@ def find_locations(
 
 def clean_tensor_name(tensor_name: str) -> str:
     """The name as in the model that people wrote: without the prefixes that wrappers add."""
-    if any(prefix in tensor_name for prefix in _PREFIXES):
+    if _ANY_PREFIX(tensor_name):
         # Whole names of modules only: a name of the user's own may end in one of them.
         *path, name = tensor_name.split(".")
         kept = (part for part in path if f"{part}." not in _PREFIXES)

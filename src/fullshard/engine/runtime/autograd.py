@@ -15,11 +15,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .untraced import untraced
+
+if TYPE_CHECKING:
+    from ..grads.gradients import Gradients
+    from ..params.handle import FlatParamHandle
 
 #: What can be made without anything else, and takes a number as all nodes do.
 _AnyNode = torch._C._functions.UndefinedGrad
@@ -62,7 +66,59 @@ class ParameterNode:
         _AnyNode()
 
 
-_NODE = _HandOut._backward_cls
+class Tracked(NamedTuple):
+    """Full parameters as autograd knows them, per group, and the node that they come from."""
+
+    node: ParameterNode | None
+    tensors: list[list[torch.Tensor]]
+    #: Whether some of them are frozen.
+    is_mixed: bool
+
+
+def track(
+    shown: Sequence[Sequence[torch.Tensor]],
+    trainable: Sequence[tuple[bool, ...]],
+    handles: Sequence[FlatParamHandle],
+    receiver: Callable[[Sequence[Gradients]], None],
+) -> Tracked:
+    """Full parameters, one list per group, of which the ``trainable`` ones come from one node.
+
+    ``receiver`` is given all their gradients at once, per group, None for those that have none.
+    """
+    tensors = [list(group) for group in shown]
+    positions = [(g, i) for g, flags in enumerate(trainable) for i, on in enumerate(flags) if on]
+    is_mixed = len(positions) < sum(map(len, trainable))
+    if not positions:
+        return Tracked(None, tensors, is_mixed)
+    distributed = [
+        (group, index, distribution)
+        for group, index in positions
+        if (distribution := handles[group].distribution(index)) is not None
+    ]
+
+    def receive(found: tuple[torch.Tensor | None, ...]) -> None:
+        if len(trainable) == 1 and not (is_mixed or distributed):
+            # As most are: what was found is what there is.
+            receiver([found])
+            return
+        gradients: list[list[torch.Tensor | None]] = [[None] * len(t) for t in trainable]
+        for (group, index), gradient in zip(positions, found, strict=True):
+            gradients[group][index] = gradient
+        for group, index, distribution in distributed:
+            gradients[group][index] = distribution.local_gradient(gradients[group][index])
+        receiver(gradients)
+
+    node = ParameterNode([tensors[g][i] for g, i in positions], receive)
+    for (group, index), output in zip(positions, node.outputs, strict=True):
+        tensors[group][index] = output
+    return Tracked(node, tensors, is_mixed)
+
+
+#: The type of the node behind every full parameter that autograd tracks.
+PARAMETER_NODE = _HandOut._backward_cls
+
+#: The number of the backward that autograd runs on this thread; -1 outside of one.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def is_handed_out(tensor: torch.Tensor) -> bool:
@@ -71,7 +127,7 @@ def is_handed_out(tensor: torch.Tensor) -> bool:
     Its gradients need nothing of the unit to be computed. And it is there for all forwards: what
     is hung on it by each of them stays.
     """
-    return type(tensor.grad_fn) is _NODE
+    return type(tensor.grad_fn) is PARAMETER_NODE
 
 
 def holds_reentrant_checkpoint(tensors: Iterable[torch.Tensor], after: int) -> bool:
@@ -97,7 +153,7 @@ def holds_reentrant_checkpoint(tensors: Iterable[torch.Tensor], after: int) -> b
 
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
 
 
 def refuse_compiled_backward() -> None:

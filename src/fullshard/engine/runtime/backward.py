@@ -1,9 +1,9 @@
-"""When things happen in a backward: what is gathered, reduced and freed, up to its end.
+"""A backward of a root and its units: unsharding them, reducing their gradients, up to its end.
 
-A backward is told that a gradient reached a unit's output, that all of a unit's gradients are
-there, and that autograd has finished or failed. On a CPU a reduce is begun at the next of these
-events, not at once: by then autograd has let go of the full gradients, and the reduce's own
-memory takes their place.
+Autograd tells a backward that a gradient reached a unit's output, that all of a unit's gradients
+are there, and that autograd has finished or failed. On a CPU a reduce begins at the next of these
+events, not at once: by then autograd has let go of the full gradients, and the reduce's own memory
+takes their place.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 
 from ..comm.streams import HostStreams
 from ..grads.gradients import Gradients
-from ..grads.reduction import Reduction, settle_all
-from .autograd import BackwardEnd, in_backward, is_handed_out, refuse_compiled_backward
+from ..grads.reduction import Reduction, run_hooks_of_all, settle_all
+from .autograd import BackwardEnd, graph_task, in_backward, is_handed_out, refuse_compiled_backward
 from .policy import Policy
 from .residency import Reason, Residency, UnshardedUnits
 from .step_state import ForwardCall
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 _PATIENCE = 0.5
 #: How long to leave the processor to that thread.
 _PAUSE = 1e-4
-#: Passes without a backward after which their order is no longer kept for prefetching.
-_PASSES_KEPT = 64
 
 
 class _MadeGraph:
@@ -48,6 +46,7 @@ class Backward:
     def __init__(
         self,
         units: Sequence[Unit],
+        passed: Sequence[tuple[Unit, bool]],
         unsharded: UnshardedUnits,
         streams: HostStreams,
         policy: Policy,
@@ -57,7 +56,6 @@ class Backward:
         self._residencies = unsharded.residencies
         self._streams = streams
         self._policy = policy
-        self._units = len(units)
         #: Whether shards and gradients rest on the host, away from where the units compute.
         self.offloads = any(unit.offloads for unit in units)
         #: How many there have been: hooks and failures are told apart by it.
@@ -70,20 +68,21 @@ class Backward:
         self._pending_graphs: weakref.WeakSet[_MadeGraph] = weakref.WeakSet()
         self._since_pass = False
         self._breaking_off = threading.RLock()
-        self._passed: list[tuple[Unit, bool]] = []
+        #: The forwards that a backward will come through; last come, first reached.
+        self._passed = passed
         self._cursor = 0
-        #: The unit that a host gathers ahead.
+        #: The unit that a host prefetches.
         self._ahead: Unit | None = None
         #: The unit whose gradients are staged and, on a host, not yet reduced.
         self._pending: Unit | None = None
         #: The unit whose gradients a host reduces behind what it computes.
         self._in_flight: Unit | None = None
         #: Tells ranks that have run out of data what is done; inside of ``Join``.
-        self.joining: Joining | None = None
+        self._joining: Joining | None = None
         self._reduced: dict[Unit, None] = {}
         self._with_local_gradients: dict[Unit, None] = {}
         for unit in units:
-            unit.on_gradients = self._on_gradients
+            unit.send_gradients_to(self._on_gradients)
 
     @property
     def is_running(self) -> bool:
@@ -91,22 +90,20 @@ class Backward:
 
     # -- what forward tells -------------------------------------------------------------------
 
-    def begin_pass(self) -> None:
-        """A forward begins, which a backward may follow."""
-        if self._since_pass or len(self._passed) > _PASSES_KEPT * self._units:
-            self._passed.clear()
-            self._since_pass = False
-        self._cursor = len(self._passed)
+    def has_run_since_pass(self) -> bool:
+        """Whether there was a backward since this was last asked, when a pass begins."""
+        since_pass, self._since_pass = self._since_pass, False
+        return since_pass
 
-    def expect(self, unit: Unit, exact: bool) -> None:
-        """A unit has run, and a backward will come through it; last come, first reached."""
-        self._passed.append((unit, exact))
+    def follow(self, joining: Joining | None) -> None:
+        """Tell ranks that have run out of data what is done, or no longer."""
+        self._joining = joining
 
     # -- what autograd tells ------------------------------------------------------------------
 
     @untraced
     def on_output_gradient(
-        self, unit: Unit, exact: bool, call: ForwardCall | None, found: Any
+        self, unit: Unit, full_precision: bool, call: ForwardCall | None, found: Any
     ) -> None:
         """A gradient reached an output of the unit: it needs its parameters."""
         if unit.summoned:
@@ -115,26 +112,32 @@ class Backward:
                 "states [<TrainingState.IDLE: 1>] but current state is "
                 "TrainingState.SUMMON_FULL_PARAMS. Run it before, or after, the context"
             )
-        self._enter()
+        if not self._unsharded.in_backward:
+            self._begin()
         if self._made is not None:
             self._watch(self._made, found)
-        if not self._policy.reduces_at_once:
+        if not self._policy.reduces_at_once and (self._pending or self._in_flight):
             with torch.no_grad():
                 self._carry_out_reduce()
         state = self._states[unit]
         if call is not None and call.reached_in != self._number:
             call.reached_in = self._number
             state.open_calls += 1
-        if state.task is not None and unit.shows_full and unit.exact == exact:
+        if state.task is not None and unit.shows_full and unit.full_precision == full_precision:
             return
-        state.task = torch._C._current_graph_task_id()
-        if self._residencies[unit].is_requested:
+        state.task = graph_task()
+        residency = self._residencies[unit]
+        if residency.requested_versions is not None:
             # Shown by the user's own wish, maybe as plain tensors: that is no change.
             unit.show_sharded()
-        if unit.shows_full and unit.state is State.GATHERED and unit.exact == exact:
+        is_shown = unit.shows_full and unit.state is State.UNSHARDED
+        if is_shown and unit.full_precision == full_precision:
             _check_unchanged(unit)
-        self._unsharded.reshard_if_changed(unit)
-        self._unsharded.unshard(unit, exact)
+        if residency.reason is Reason.AWAITS_BACKWARD and unit.was_changed_since(
+            residency.versions
+        ):
+            self._unsharded.reshard(unit)
+        self._unsharded.unshard(unit, full_precision)
         unit.show_full(tracked=True)
         if unit.plan.prefetches_before_backward:
             self._prefetch(unit)
@@ -154,26 +157,26 @@ class Backward:
                 self._close(unit)
 
     def _on_gradients(self, unit: Unit, gradients: Sequence[Gradients]) -> None:
-        self._enter()
+        if not self._unsharded.in_backward:
+            self._begin()
         if not torch.is_grad_enabled():
             self._take_gradients(unit, gradients)
             return
         with torch.no_grad():
             self._take_gradients(unit, gradients)
 
-    def _enter(self) -> None:
-        if not self.is_running:
-            refuse_compiled_backward()
-            self._unsharded.in_backward = True
-            self._since_pass = True
-            self._creates_graph = torch.is_grad_enabled()
-            self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-            self._made = _MadeGraph() if self._creates_graph else None
-            self._number += 1
-            self._cursor = len(self._passed)
-            BackwardEnd(self._finish, functools.partial(self._break_off, self._number))
-            if self.joining is not None:
-                self.joining.begin_backward()
+    def _begin(self) -> None:
+        refuse_compiled_backward()
+        self._unsharded.begin_backward()
+        self._since_pass = True
+        self._creates_graph = torch.is_grad_enabled()
+        self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        self._made = _MadeGraph() if self._creates_graph else None
+        self._number += 1
+        self._cursor = len(self._passed)
+        BackwardEnd(self._finish, functools.partial(self._break_off, self._number))
+        if self._joining is not None:
+            self._joining.begin_backward()
 
     def _watch(self, graph: _MadeGraph, found: Any) -> None:
         """Learn when another backward goes through ``graph``, of which ``found`` are gradients.
@@ -195,19 +198,20 @@ class Backward:
     # -- in the middle ------------------------------------------------------------------------
 
     def _take_gradients(self, unit: Unit, gradients: Sequence[Gradients]) -> None:
-        self._carry_out_reduce()
+        if self._pending or self._in_flight:
+            self._carry_out_reduce()
         if self._in_flight is unit:
             # A second part of the unit's gradients: its reduce buffer must be free again.
             self._carry_out_reduce()
         state = self._states[unit]
         state.received = True
-        if state.task is not None and state.task != torch._C._current_graph_task_id():
+        if state.task is not None and state.task != graph_task():
             # A reentrant checkpoint inside the unit: a part of its backward, in a graph of its
             # own. More parts may follow, and they need the parameters.
             state.inputs_tell = True
         elif state.open_calls == 0 and not state.held:
             self._close(unit)
-        if unit.synchronizes:
+        if unit.syncs_gradients:
             self._with_local_gradients.pop(unit, None)
             # First, so that what is staged when staging raises is dropped.
             self._reduced[unit] = None
@@ -223,16 +227,16 @@ class Backward:
             self._with_local_gradients[unit] = None
         if unit.plan.prefetches_after_backward:
             self._prefetch(unit)
-        self._finish_ahead()
+        if self._ahead is not None:
+            self._finish_ahead(self._ahead)
 
-    def _finish_ahead(self) -> None:
+    def _finish_ahead(self, unit: Unit) -> None:
         """Have what was prefetched before autograd can come to the unit that it is for.
 
         It would compute with what has not arrived yet: see ``Policy.waits_for_prefetch``.
         """
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead.finish_gather()
+        self._ahead = None
+        unit.finish_unshard()
 
     def _close(self, unit: Unit) -> None:
         """The unit's backward is over: its parameters are not needed any more."""
@@ -242,11 +246,11 @@ class Backward:
             # A backward inside its own forward, which still computes with the full parameters.
             return
         residency = self._residencies[unit]
-        if self._pins(residency):
+        if (self._creates_graph or residency.reason is Reason.PINNED) and self._pins(residency):
             # Gradients that are differentiated again reach the parameters by ways of their own.
             residency.pin()
             unit.show_sharded()
-        elif not unit.synchronizes and unit.options.keeps_full_after_forward:
+        elif not unit.syncs_gradients and unit.options.keeps_full_after_forward:
             residency.keep()
             unit.show_sharded()
         else:
@@ -287,15 +291,16 @@ class Backward:
             self._cursor = cursor
         if cursor < 1:
             return
-        following, exact = self._passed[cursor - 1]
+        following, full_precision = self._passed[cursor - 1]
         is_first = cursor == len(self._passed) - 1
         if self._policy.may_prefetch_in_backward(following.options, is_first=is_first):
-            self._unsharded.prefetch(following, exact)
+            self._unsharded.prefetch(following, full_precision)
             if self._policy.waits_for_prefetch:
-                self._ahead = following
                 if is_first:
                     # At the beginning, for which it was kept, mostly: nothing is waited for.
-                    self._finish_ahead()
+                    self._finish_ahead(following)
+                else:
+                    self._ahead = following
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -303,24 +308,22 @@ class Backward:
         with torch.no_grad():
             reduced = self._finish_reduces()
         self._end()
-        for reduction in reduced:
-            reduction.run_hooks()
-        if self.joining is not None:
-            self.joining.note_gradients()
+        run_hooks_of_all(reduced)
+        if self._joining is not None:
+            self._joining.note_gradients()
 
     def _finish_reduces(self) -> list[Reduction]:
         """Have all gradients where the optimizer looks; returns what reduced them."""
-        self._carry_out_reduce()
-        if self._in_flight is not None:
+        while self._pending or self._in_flight:
             self._carry_out_reduce()
         for unit in [*self._with_local_gradients]:
-            if unit.synchronizes:
+            if unit.syncs_gradients:
                 self._reduced[unit] = None
                 unit.reduction.stage_kept()
                 unit.reduction.reduce()
                 del self._with_local_gradients[unit]
-        if self.joining is not None:
-            self.joining.tell("finish")
+        if self._joining is not None:
+            self._joining.tell("finish")
         self._streams.compute_after_reduces()
         reduced = [unit.reduction for unit in self._reduced]
         if self.offloads:
@@ -331,7 +334,8 @@ class Backward:
 
     def break_off(self) -> None:
         """Clean up after the last backward, if it raised and nobody has yet."""
-        self._break_off(self._number)
+        if self._unsharded.in_backward:
+            self._break_off(self._number)
 
     def await_clean_up(self) -> None:
         """Return when what a backward that raised has left is cleaned up: see ``_break_off``.
@@ -366,13 +370,12 @@ class Backward:
 
     def _end(self) -> None:
         self._made = self._ahead = None
-        self._unsharded.in_backward = False
         self._unsharded.end_backward(self._pins)
         self._streams.settle()
 
 
 def _check_unchanged(unit: Unit) -> None:
-    if not unit.shows_what_it_gathered():
+    if not unit.shows_what_it_unsharded():
         unit.forget_views()
         raise AssertionError(
             "FSDP does not support changing the parameters between forward and backward "

@@ -1,8 +1,8 @@
-"""When things happen: order, prefetch, and what is freed.
+"""A forward of a root and its units: unsharding, prefetching and resharding them in order.
 
-One schedule is shared by all units below a root. It moves units through their states (``unit.py``
-says how) as their forwards begin and end, and as the user asks; ``backward.py`` does so from the
-first output's gradient to the end of a backward. Both share the unsharded units, of which
+All units below a root share one schedule. It moves units through their states (``unit.py`` says
+how) as their forwards begin and end, and as the user asks; ``backward.py`` does so from the first
+output's gradient to the end of a backward. Both share the unsharded units, of which
 ``residency.py`` knows why each of them is unsharded.
 """
 
@@ -10,27 +10,28 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..comm.streams import streams_for
-from .autograd import holds_reentrant_checkpoint, in_backward, is_handed_out
+from ..params.buffers import any_holds
+from .autograd import graph_task, holds_reentrant_checkpoint, in_backward
 from .backward import Backward
+from .outputs import Inputs, SideOutputs, entries, hook_entries, hook_handed_on
 from .policy import AfterForward, policy_for
-from .pytrees import hold_containers, list_tensors, replace_tensors, tensors_in
+from .pytrees import replace_tensors, tensors_in
 from .residency import Reason, UnshardedUnits
-from .side_outputs import SideOutputs
-from .step_state import ForwardCall
+from .step_state import ForwardCall, StepState
 from .unit import State, Unit
 from .untraced import untraced
 
 if TYPE_CHECKING:
     from ..join.joining import Joining
 
-#: What a module is called with, by position and by name.
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+#: Passes without a backward after which their order is no longer kept for prefetching.
+_PASSES_KEPT = 64
 
 
 class Schedule:
@@ -45,16 +46,23 @@ class Schedule:
         self._residencies = self._unsharded.residencies
         self._streams = streams_for(root.device)
         self._policy = policy_for(root.device.type)
-        self._backward = Backward(self.units, self._unsharded, self._streams, self._policy)
+        #: The forwards that a backward will come through, and their precision, in order.
+        self._passed: list[tuple[Unit, bool]] = []
+        self._backward = Backward(
+            self.units, self._passed, self._unsharded, self._streams, self._policy
+        )
         self._joining: Joining | None = None
-        self._depth = 0
+        #: How many forwards are running, one inside the other.
+        self.depth = 0
+        #: How many units each one but the first prefetches.
+        self._units_ahead = self._policy.units_ahead(len(units), is_first=False, keeps_all=False)
         self._order: list[Unit] = []
         self._previous_order: list[Unit] = []
 
     @property
     def is_idle(self) -> bool:
         """Whether no forward and no backward is running."""
-        return self._depth == 0 and not self._backward.is_running
+        return self.depth == 0 and not self._backward.is_running
 
     @property
     def last_order(self) -> list[Unit]:
@@ -64,7 +72,7 @@ class Schedule:
     @property
     def has_run(self) -> bool:
         """Whether a forward has ended."""
-        return bool(self._previous_order) or (bool(self._order) and self._depth == 0)
+        return bool(self._previous_order) or (bool(self._order) and self.depth == 0)
 
     def rest(self, unit: Unit | None = None) -> None:
         """Bring one unit, or all, back to sharded between steps."""
@@ -95,7 +103,9 @@ class Schedule:
         if unit.summoned:
             return
         if not self.wait_until_idle():
-            self._prefetch(unit, exact=False)
+            if unit.state is State.SHARDED:
+                versions = unit.take_replacements(self._policy.checks_for_changes)
+                self._unsharded.prefetch(unit, full_precision=False, versions=versions)
             return
         self._backward.break_off()
         residency = self._residencies[unit]
@@ -107,13 +117,13 @@ class Schedule:
         unit.write_back()
         unit.shards.begin_pass("unshard", unit.name)
         self._streams.gather_after_compute()
-        self._unsharded.prefetch(unit, exact=False)
+        self._unsharded.prefetch(unit, full_precision=False)
         residency.request(unit.versions())
 
     def finish_unshard(self, unit: Unit) -> None:
         """Show what :meth:`unshard` gathers, between passes."""
         if self.is_idle and self._residencies[unit].is_requested and not unit.shows_full:
-            unit.finish_gather()
+            unit.finish_unshard()
             unit.show_full(tracked=torch.is_grad_enabled())
             unit.remember_values()
 
@@ -134,93 +144,114 @@ class Schedule:
     # -- forward ------------------------------------------------------------------------------
 
     @untraced
-    def enter(self, unit: Unit) -> None:
-        """A unit's forward begins. Always paired with :meth:`leave`."""
-        if self._depth == 0 and not in_backward():
+    def begin_forward(self, unit: Unit, full_precision: bool, inputs: Inputs) -> ForwardCall | None:
+        """A unit's forward begins: put full parameters in place.
+
+        :meth:`end_forward` or :meth:`abandon` follows, with what is returned.
+        """
+        recomputes = graph_task() != -1
+        if self.depth == 0 and not recomputes:
             self._backward.break_off()
             self._begin_pass(unit)
-        self._depth += 1
-        self._states[unit].active += 1
-
-    def before_module(self, unit: Unit, exact: bool, inputs: Inputs) -> ForwardCall | None:
-        """Put full parameters in place."""
+        self.depth += 1
+        state, residency = self._states[unit], self._residencies[unit]
+        state.active += 1
         if unit.summoned:
             self._check_summoned(unit)
             return None
-        state, residency = self._states[unit], self._residencies[unit]
         self._order.append(unit)
         if not unit.shows_full:
-            self._take_over_changes(unit)
+            self._take_over_changes(unit, recomputes)
         elif residency.is_requested:
             unit.keep_changes()
         if unit.pre_hooks:
             # They have just run, and may have changed the shards.
             self._streams.gather_after_compute()
         if residency.reason is Reason.PREFETCHED:
-            # Its gather was a guess; that all ranks run the unit has yet to be seen.
+            # The prefetch was a guess; that all ranks run the unit has yet to be seen.
             unit.agree_to_run()
-        self._unsharded.unshard(unit, exact)
+        self._unsharded.unshard(unit, full_precision)
         tracked = torch.is_grad_enabled()
         plan = unit.plan
         if plan.prefetches_in_training if tracked else plan.prefetches_in_evaluation:
-            self._prefetch_forward(exact, tracked)
-        unit.show_full(tracked)
-        if tracked and not in_backward():
+            self._prefetch_forward(full_precision, tracked)
+        if not tracked:
+            unit.show_full(tracked=False)
+            return None
+        if recomputes:
+            unit.show_full(tracked=True)
+        else:
             if state.active == 1:
                 state.birth = torch.autograd._get_sequence_nr()
                 state.inputs = inputs
-                self._side_outputs(unit).watch()
-            unit.count_as_run_now()
-        if tracked and unit.handles and (state.inputs_tell or unit.is_mixed):
+                (state.side_outputs or self._watch_side_outputs(unit)).watch()
+            unit.show_full_for_forward()
+        if unit.handles and (state.inputs_tell or unit.is_mixed):
             return self._ask_inputs(unit, inputs)
         return None
 
-    def _take_over_changes(self, unit: Unit) -> None:
-        """Take over what was done to the shards, on a host also since the unit was gathered.
+    def _take_over_changes(self, unit: Unit, recomputes: bool) -> None:
+        """Take over what was done to the shards, on a host also since the unit was unsharded.
 
-        It gathers ahead without being asked. Not seen is what was written by way of ``.data``.
+        A host prefetches without being asked. What was written by way of ``.data`` is not seen.
         """
-        residency = self._residencies[unit]
         changed = unit.write_back()
-        if unit.state is State.SHARDED or not self._policy.checks_for_changes or in_backward():
+        if unit.state is State.SHARDED or not self._policy.checks_for_changes or recomputes:
             return
+        residency = self._residencies[unit]
         awaits = residency.reason is Reason.AWAITS_BACKWARD
-        if changed or awaits or self._unsharded.was_changed(unit):
+        if changed or awaits or unit.was_changed_since(residency.versions):
             if residency.reason is Reason.PINNED:
-                residency.is_stale = True
+                residency.mark_stale()
             else:
                 self._unsharded.reshard(unit)
 
-    def after_module(self, unit: Unit, output: Any, call: ForwardCall | None) -> Any:
-        """Take full parameters away again, as the strategy says."""
+    @untraced
+    def end_forward(self, unit: Unit, output: Any, call: ForwardCall | None) -> Any:
+        """A unit's forward has ended: take full parameters away again, as the strategy says."""
         state = self._states[unit]
-        if state.active > 1 or state.task is not None or unit.summoned:
-            return output
-        outputs = list_tensors(output)
-        if unit.handles and any(unit.lends(tensor) for tensor in outputs):
-            output = replace_tensors(output, lambda t: t.clone() if unit.lends(t) else t)
-            outputs = list_tensors(output)
+        if not (state.active > 1 or state.task is not None or unit.summoned):
+            output = self._leave_module(unit, state, output, call)
+        self.depth -= 1
+        state.active -= 1
+        if self.depth == 0:
+            self._end_pass()
+        return output
+
+    def _leave_module(
+        self, unit: Unit, state: StepState, output: Any, call: ForwardCall | None
+    ) -> Any:
+        outputs = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
+        buffers = unit.full_buffers
+        if buffers:
+            for tensor in outputs:
+                if any_holds(buffers, tensor):
+                    output = replace_tensors(output, lambda t: t.clone() if unit.lends(t) else t)
+                    outputs = list(tensors_in(output))
+                    break
         inputs, state.inputs = state.inputs, None
-        tracked = _entries(outputs, inputs, state.birth)
-        if torch.is_grad_enabled():
-            filled = inputs if inputs is not None and hold_containers(*inputs) else None
-            aside = self._side_outputs(unit).made_since(state.birth, filled)
+        birth, tracks = state.birth, torch.is_grad_enabled()
+        tracked = entries(outputs, inputs, birth)
+        if tracks:
+            side_outputs = state.side_outputs or self._watch_side_outputs(unit)
+            aside = side_outputs.made_since(birth, inputs)
             if aside:
                 tracked += aside
                 self._tell_enclosing(unit, aside)
         if tracked:
-            hook = functools.partial(self._backward.on_output_gradient, unit, unit.exact, call)
-            self._hook_outputs(tracked, hook, state.birth)
+            hook = functools.partial(
+                self._backward.on_output_gradient, unit, unit.full_precision, call
+            )
+            hook_entries(tracked, hook, birth, is_outermost=self.depth == 1)
             if state.inputs_tell is None:
-                state.inputs_tell = holds_reentrant_checkpoint(tracked, state.birth)
-                state.held = state.inputs_tell
-            self._backward.expect(unit, unit.exact)
-        if in_backward():
+                state.learn_who_tells(holds_reentrant_checkpoint(tracked, birth))
+            self._passed.append((unit, unit.full_precision))
+        if graph_task() != -1:
             return output
-        if self._depth == 1:
-            _hook_handed_on(outputs)
+        if self.depth == 1:
+            hook_handed_on(outputs)
         # A module that hides its outputs from us may still need its parameters in backward.
-        hidden = not outputs and torch.is_grad_enabled() and unit.has_trainable
+        hidden = tracks and not outputs and unit.has_trainable
         if self._residencies[unit].reason is Reason.PINNED:
             unit.show_sharded()
         elif not (tracked or hidden):
@@ -232,15 +263,14 @@ class Schedule:
     def _leave_to_backward(self, unit: Unit, hidden: bool) -> None:
         """Reshard, hide or show a unit through which a backward will come, as its plan says.
 
-        One whose outputs are ``hidden`` is not freed: nobody could tell when backward needs it.
+        One whose outputs are ``hidden`` is not resharded: nobody could tell when backward needs it.
         """
         plan, frees = unit.plan, unit.options.frees_after_forward
         holds_copy = not frees and unit.holds_a_copy
-        decision = plan.after_forward(
-            is_outermost=self._depth == 1 or hidden,
-            forwards_left=self._forwards_left(unit) if plan.begins_backward_among else None,
-            holds_copy=holds_copy,
-        )
+        begins = self.depth == 1 or hidden
+        if not begins and plan.begins_backward_among:
+            begins = self._begins_backward(unit)
+        decision = plan.after_forward_table[begins, holds_copy]
         if decision is AfterForward.RESHARD:
             self._unsharded.reshard(unit)
         elif decision is AfterForward.SHOW:
@@ -251,59 +281,41 @@ class Schedule:
                 versions = unit.versions() if self._policy.checks_for_changes else None
                 self._residencies[unit].leave_to_backward(versions)
 
-    def _forwards_left(self, unit: Unit) -> int | None:
-        """How many forwards remain, this one included, if the pass repeats the last one.
+    def _begins_backward(self, unit: Unit) -> bool:
+        """Whether the unit is among those with which backward begins, if the pass repeats the last.
 
-        None where it does not, where another unit ran inside of this one, and where this one will
-        run again.
+        Not if another unit ran inside of this one, nor if this one will run again.
         """
         position, previous = len(self._order) - 1, self._previous_order
         left = len(previous) - position
         if self._order[position] is not unit or not 0 < left <= unit.plan.begins_backward_among:
-            return None
-        runs_last = previous[position] is unit and unit not in previous[position + 1 :]
-        return left if runs_last else None
+            return False
+        return previous[position] is unit and unit not in previous[position + 1 :]
 
-    def _hook_outputs(
-        self, outputs: Sequence[torch.Tensor], hook: Callable[[Any], None], birth: int
-    ) -> None:
-        """Have ``hook`` called when a gradient reaches one of ``outputs``.
+    @untraced
+    def abandon(self, unit: Unit, depth: int) -> None:
+        """A unit's forward raised: leave nothing behind.
 
-        A following unit may have hooked the same tensor as its input, to be closed before this
-        one is gathered: hooks of a tensor's node run after those of the tensor. Only the
-        outermost unit hooks tensors: its hook starts the backward, before any hook of the user.
-
-        A view that is changed in place gets another node, by which gradients come to its base's.
+        ``depth`` is how many forwards were running before it; it may not have begun itself.
         """
-        nodes: dict[Any, None] = {}
-        for tensor in outputs:
-            if self._depth == 1:
-                tensor.register_hook(hook)
-            else:
-                nodes[tensor.grad_fn] = None
-            base = tensor._base
-            if base is not None and _leads_into(base, birth):
-                nodes[base.grad_fn] = None
-        for node in nodes:
-            node.register_prehook(hook)
-
-    def abandon(self, unit: Unit) -> None:
-        """A unit's forward raised: leave nothing behind."""
+        if self.depth == depth:
+            return
         state = self._states[unit]
         state.inputs = None
         if state.side_outputs is not None:
-            state.side_outputs.shown = None
+            state.side_outputs.stop_watching()
         if state.active == 1 and not in_backward() and not unit.summoned:
             # From the outermost one, nothing of this pass is left to wait for a backward.
-            for other in [unit] if self._depth > 1 else [unit, *self._unsharded.all()]:
+            for other in [unit] if self.depth > 1 else [unit, *self._unsharded.all()]:
                 self._unsharded.reshard(other)
+        self.depth -= 1
+        state.active -= 1
+        if self.depth == 0:
+            self._end_pass()
 
-    @untraced
-    def leave(self, unit: Unit) -> None:
-        """A unit's forward is over, one way or the other."""
-        self._depth -= 1
-        self._states[unit].active -= 1
-        if self._depth == 0 and not in_backward():
+    def _end_pass(self) -> None:
+        """The outermost forward is over, one way or the other."""
+        if not in_backward():
             self._unsharded.reshard_unused()
             self._streams.settle()
             if self._backward.offloads and not torch.is_grad_enabled():
@@ -317,11 +329,8 @@ class Schedule:
                 "gradients unreduced; run it under torch.no_grad(), or outside of the context"
             )
 
-    def _side_outputs(self, unit: Unit) -> SideOutputs:
-        state = self._states[unit]
-        if state.side_outputs is None:
-            state.side_outputs = SideOutputs(unit, self._modules)
-        return state.side_outputs
+    def _watch_side_outputs(self, unit: Unit) -> SideOutputs:
+        return self._states[unit].keep_side_outputs(SideOutputs(unit, self._modules))
 
     def _tell_enclosing(self, unit: Unit, aside: list[torch.Tensor]) -> None:
         """Let the unit around ``unit`` know by which tensors autograd may enter both of them."""
@@ -332,9 +341,10 @@ class Schedule:
 
     def join(self, joining: Joining | None) -> None:
         """Have ranks that run out of data told of what is done, or no longer."""
-        self._joining = self._backward.joining = joining
+        self._joining = joining
+        self._backward.follow(joining)
         for unit in self.units:
-            unit.joining = joining
+            unit.follow(joining)
 
     def _begin_pass(self, unit: Unit) -> None:
         if self._joining is not None:
@@ -345,22 +355,26 @@ class Schedule:
         self._unsharded.begin_pass()
         self._streams.gather_after_compute()
         self._previous_order, self._order = self._order, []
-        self._backward.begin_pass()
+        is_long = len(self._passed) > _PASSES_KEPT * len(self.units)
+        if self._backward.has_run_since_pass() or is_long:
+            self._passed.clear()
 
-    def _prefetch_forward(self, exact: bool, trains: bool) -> None:
+    def _prefetch_forward(self, full_precision: bool, trains: bool) -> None:
         """All-gather the units that come next, if the pass repeats the last one."""
         position, previous = len(self._order) - 1, self._previous_order
         left = len(previous) - position - 1
         if left <= 0 or previous[position] is not self._order[position]:
             return
-        is_first = position == 0
-        ahead = self._policy.units_ahead(
-            left, is_first=is_first, keeps_all=is_first and trains and self._keeps_all(previous)
-        )
+        ahead = self._units_ahead
+        if position == 0:
+            keeps_all = trains and all(u.options.keeps_full_after_forward for u in previous)
+            ahead = self._policy.units_ahead(left, is_first=True, keeps_all=keeps_all)
         for following in previous[position + 1 : position + 1 + ahead]:
             if self._may_be_changed(following):
                 break
-            self._prefetch(following, exact)
+            if following.state is State.SHARDED:
+                versions = following.take_replacements(self._policy.checks_for_changes)
+                self._unsharded.prefetch(following, full_precision, versions)
 
     def _may_be_changed(self, unit: Unit) -> bool:
         """Whether something may change the shards of ``unit`` before it runs, unnoticed.
@@ -370,19 +384,9 @@ class Schedule:
         """
         if unit.pre_hooks:
             return True
-        asked_for = unit.options.forward_prefetch
-        return not (asked_for or unit.has_trainable) and any(u.has_trainable for u in self.units)
-
-    def _keeps_all(self, units: Sequence[Unit]) -> bool:
-        return all(unit.options.keeps_full_after_forward for unit in units)
-
-    def _prefetch(self, unit: Unit, exact: bool) -> None:
-        """Begin to gather a unit for a forward, with what the user replaced since its last one."""
-        if unit.state is State.SHARDED:
-            unit.write_back()
-            self._unsharded.prefetch(unit, exact)
-            if self._policy.checks_for_changes:
-                self._residencies[unit].versions = unit.versions()
+        if unit.options.forward_prefetch or unit.has_trainable:
+            return False
+        return any(other.has_trainable for other in self.units)
 
     def _ask_inputs(self, unit: Unit, inputs: Any) -> ForwardCall | None:
         """Have the inputs' gradients tell when the unit's backward is over.
@@ -390,9 +394,10 @@ class Schedule:
         Frozen parameters are needed until the inputs' gradients are there, which may be after
         the trainable ones' gradients are, and a frozen unit has no others.
         """
+        state = self._states[unit]
         tensors = [t for t in tensors_in(inputs) if t.requires_grad]
         if not tensors:
-            self._states[unit].held = bool(self._states[unit].inputs_tell)
+            state.hold_if_nobody_tells()
             return None
         call = ForwardCall()
         # The outputs' hooks hold the call, and so it lasts as long as the forward's graph.
@@ -401,50 +406,7 @@ class Schedule:
             # A view that was changed in place gets its node when it is asked for one; without,
             # torch 2.13 ends the process.
             _ = tensors[0].grad_fn
-            call.asking = tensors[0].register_hook(hook)
+            call.keep(tensors[0].register_hook(hook))
         else:
-            call.asking = torch.autograd.graph.register_multi_grad_hook(tensors, hook)
+            call.keep(torch.autograd.graph.register_multi_grad_hook(tensors, hook))
         return call
-
-
-def _entries(
-    outputs: Sequence[torch.Tensor], inputs: Inputs | None, birth: int
-) -> list[torch.Tensor]:
-    """Those of a forward's outputs by which gradients come into what it computed.
-
-    They do not by leaves and parameters, nor by inputs that were handed on, whose nodes are older
-    than the forward (``birth``): to gather the unit for those would be in vain, and late.
-    """
-    tracked = [t for t in outputs if t.grad_fn is not None and not is_handed_out(t)]
-    if inputs is None or not any(_is_older(tensor, birth) for tensor in tracked):
-        return tracked
-    given = set(map(id, tensors_in(inputs)))
-    return [t for t in tracked if not (id(t) in given and _is_older(t, birth))]
-
-
-def _hook_handed_on(outputs: Sequence[torch.Tensor]) -> None:
-    """Put a hook on those outputs of a model that have none, and by which no gradient comes in.
-
-    Torch's wrapper hooks every output that requires gradients, inputs that were handed on among
-    them, and programs look for it there (``_backward_hooks``). One is enough for a tensor that is
-    handed on at every step.
-    """
-    for tensor in outputs:
-        if tensor._backward_hooks or not tensor.requires_grad or not torch.is_grad_enabled():
-            continue
-        if not (isinstance(tensor, torch.nn.Parameter) or is_handed_out(tensor)):
-            tensor.register_hook(_handed_on)
-
-
-def _handed_on(gradient: torch.Tensor) -> None:
-    """Nothing is to be done: the gradient goes past the unit."""
-
-
-def _leads_into(tensor: torch.Tensor, birth: int) -> bool:
-    """Whether gradients of ``tensor`` come into what a forward computed that began at ``birth``."""
-    return not (tensor.grad_fn is None or is_handed_out(tensor) or _is_older(tensor, birth))
-
-
-def _is_older(tensor: torch.Tensor, birth: int) -> bool:
-    node = tensor.grad_fn
-    return node is not None and node._sequence_nr() < birth

@@ -116,6 +116,17 @@ class UnitPlan:
         begins = forwards_left is not None and 0 < forwards_left <= self.begins_backward_among
         return AfterForward.HIDE if is_outermost or begins else AfterForward.RESHARD
 
+    @functools.cached_property
+    def after_forward_table(self) -> dict[tuple[bool, bool], AfterForward]:
+        """:meth:`after_forward` by (whether backward begins with the unit, ``holds_copy``)."""
+        return {
+            (begins, copy): self.after_forward(
+                is_outermost=begins, forwards_left=None, holds_copy=copy
+            )
+            for begins in (False, True)
+            for copy in (False, True)
+        }
+
 
 @dataclasses.dataclass(frozen=True)
 class Policy:

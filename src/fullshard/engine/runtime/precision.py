@@ -77,3 +77,7 @@ class BufferPrecision:
                     if buffer not in cast:
                         cast[buffer] = buffer.to(dtype)
                     module._buffers[name] = cast[buffer]
+
+
+#: For units whose buffers stay in the dtype in which the user registered them.
+UNCHANGED_BUFFERS = BufferPrecision((), None)

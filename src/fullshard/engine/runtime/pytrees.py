@@ -8,14 +8,15 @@ import dataclasses
 import itertools
 import operator
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter, types.NoneType, bool, int, float, str}
+#: Types of arguments into which a module cannot put tensors.
+PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter, types.NoneType, bool, int, float, str}
 
 Replace = Callable[[torch.Tensor], torch.Tensor]
 
@@ -53,13 +54,6 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
 def list_tensors(value: Any) -> list[torch.Tensor]:
     """What :func:`tensors_in` finds; quickly where it is a tensor itself, as it mostly is."""
     return [value] if isinstance(value, torch.Tensor) else list(tensors_in(value))
-
-
-def hold_containers(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a module may put tensors into something that it is called with."""
-    return not (
-        _PLAIN.issuperset(map(type, args)) and _PLAIN.issuperset(map(type, kwargs.values()))
-    )
 
 
 def _in_slots(value: Any) -> list[Any]:

@@ -73,9 +73,9 @@ class Residency:
 
     # -- transitions --------------------------------------------------------------------------
 
-    def prefetch(self) -> None:
+    def prefetch(self, versions: list[int] | None = None) -> None:
         self.reason = Reason.PREFETCHED
-        self.versions = None
+        self.versions = versions
 
     def request(self, versions: list[int]) -> None:
         if self.reason is not Reason.PINNED:
@@ -100,6 +100,10 @@ class Residency:
     def pin(self) -> None:
         if self.reason is not Reason.NONE:
             self.reason = Reason.PINNED
+
+    def mark_stale(self) -> None:
+        """Have a pinned unit all-gathered again before its next use."""
+        self.is_stale = self.reason is Reason.PINNED
 
     def reshard(self) -> None:
         self.reason = Reason.NONE
@@ -131,7 +135,7 @@ class UnshardedUnits:
     def __init__(self, units: Sequence[Unit]) -> None:
         self.states = {unit: StepState() for unit in units}
         self.residencies = {unit: Residency() for unit in units}
-        #: Whether a backward is running; ``backward.py`` says so.
+        #: Whether a backward is running.
         self.in_backward = False
         #: The units that are not sharded, in the order in which they were all-gathered.
         self._unsharded: dict[Unit, None] = {}
@@ -144,36 +148,28 @@ class UnshardedUnits:
         """A copy, to be resharded from."""
         return [*self._unsharded]
 
-    def unshard(self, unit: Unit, exact: bool) -> None:
-        """Have a unit's full parameters now, in the shards' precision if ``exact``."""
-        if unit.exact != exact and unit.state is not State.SHARDED:
+    def unshard(self, unit: Unit, full_precision: bool) -> None:
+        """Have a unit's full parameters now, in the shards' precision if ``full_precision``."""
+        if unit.full_precision != full_precision and unit.state is not State.SHARDED:
             self.reshard(unit)
         residency = self.residencies[unit]
         if residency.is_stale:
             residency.is_stale = False
             unit.fill_again()
-        unit.start_gather(exact)
-        unit.finish_gather()
-        residency.use()
+        if residency.reason is not Reason.IN_USE:
+            residency.use()
         self._unsharded[unit] = None
-
-    def prefetch(self, unit: Unit, exact: bool) -> None:
-        """Begin to all-gather a unit that will probably be next."""
         if unit.state is State.SHARDED:
-            unit.start_gather(exact)
-            self.residencies[unit].prefetch()
+            unit.start_unshard(full_precision)
+        if unit.state is State.UNSHARDING:
+            unit.finish_unshard()
+
+    def prefetch(self, unit: Unit, full_precision: bool, versions: list[int] | None = None) -> None:
+        """Begin to unshard a unit that will probably be next; ``versions`` are its parameters'."""
+        if unit.state is State.SHARDED:
+            self.residencies[unit].prefetch(versions)
             self._unsharded[unit] = None
-
-    def reshard_if_changed(self, unit: Unit) -> None:
-        """Reshard a unit that awaits backward if its parameters were changed in the meantime."""
-        awaits = self.residencies[unit].reason is Reason.AWAITS_BACKWARD
-        if awaits and self.was_changed(unit):
-            self.reshard(unit)
-
-    def was_changed(self, unit: Unit) -> bool:
-        """Whether a unit's parameters were changed in place since their versions were noted."""
-        versions = self.residencies[unit].versions
-        return versions is not None and versions != unit.versions()
+            unit.start_unshard(full_precision)
 
     def reshard_unused(self) -> None:
         """Reshard the units that were prefetched and not used."""
@@ -193,9 +189,8 @@ class UnshardedUnits:
         """Back to sharded: what every unit is outside of its compute."""
         self.residencies[unit].reshard()
         self._unsharded.pop(unit, None)
-        unit.show_sharded()
         plan = unit.plan
-        unit.release(
+        unit.reshard(
             plan.releases_late_in_backward if self.in_backward else plan.releases_late_in_forward
         )
 
@@ -207,21 +202,25 @@ class UnshardedUnits:
             residency = self.residencies[unit]
             stays = residency.serves_next_pass(unit.versions, changed)
             if stays and not unit.shows_full:
-                unit.finish_gather()
+                unit.finish_unshard()
                 stays = not unit.write_back()
             if not stays:
                 self.keep_changes_and_reshard(unit)
             elif residency.reason is Reason.KEPT and kept:
                 residency.versions = kept[unit]
-            # Its memory is what a pending backward will read.
-            residency.is_stale = residency.reason is Reason.PINNED
+            # The memory of a pinned unit is what a pending backward will read.
+            residency.mark_stale()
+
+    def begin_backward(self) -> None:
+        """Release memory as a backward does, from now on."""
+        self.in_backward = True
 
     def end_backward(self, pins: Callable[[Residency], bool]) -> None:
         """Reshard everything but what a following backward is promised, which ``pins`` tells."""
+        self.in_backward = False
         for unit in self.all():
             state, residency = self.states[unit], self.residencies[unit]
-            state.close()
-            state.held = False
+            state.end_backward()
             if state.active:
                 # A backward inside a forward: the unit is needed until that ends.
                 continue

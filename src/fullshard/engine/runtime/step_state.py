@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .side_outputs import SideOutputs
+    from .outputs import SideOutputs
 
 
 class ForwardCall:
@@ -21,6 +21,10 @@ class ForwardCall:
         #: The hooks on inputs, which may outlive the graph of this forward (leaves, and parameters
         #: of other units, do): the hooks go with it.
         self.asking: Any = None
+
+    def keep(self, asking: Any) -> None:
+        """Remove the hooks on inputs when the call goes."""
+        self.asking = asking
 
     def __del__(self) -> None:
         if self.asking is not None:
@@ -63,8 +67,26 @@ class StepState:
         #: When the unit's last forward, the outermost of nested ones, began, in autograd's numbers.
         self.birth = 0
 
+    def keep_side_outputs(self, side_outputs: SideOutputs) -> SideOutputs:
+        """Look at the same attributes in every forward."""
+        self.side_outputs = side_outputs
+        return side_outputs
+
+    def learn_who_tells(self, holds_reentrant_checkpoint: bool) -> None:
+        """A reentrant checkpoint needs parameters after the unit's own gradients are there."""
+        self.inputs_tell = self.held = holds_reentrant_checkpoint
+
+    def hold_if_nobody_tells(self) -> None:
+        """No input has a gradient: a unit that its inputs should tell is held until the end."""
+        self.held = bool(self.inputs_tell)
+
     def close(self) -> None:
         """The unit's backward is over."""
         self.task = None
         self.open_calls = 0
         self.received = False
+
+    def end_backward(self) -> None:
+        """The whole backward is over: nothing is held any more."""
+        self.close()
+        self.held = False

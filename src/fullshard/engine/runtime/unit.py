@@ -1,33 +1,36 @@
-"""A unit: one wrapped module, its groups, and how they change between sharded and gathered.
+"""A unit: one wrapped module, its groups, and how they change between sharded and unsharded.
 
 The unit knows *how*; ``policy.py`` decides *when*, and ``forward.py`` and ``backward.py`` carry
-that out. What becomes of its gradients is known by its ``reduction``. Its state is one of
+that out. Its ``reduction`` takes the unit's gradients. Its state is one of
 
-    SHARDED ──start_gather──▶ GATHERING ──finish_gather──▶ GATHERED ──release──▶ SHARDED
+    SHARDED ──start_unshard──▶ UNSHARDING ──finish_unshard──▶ UNSHARDED ──reshard──▶ SHARDED
 
-and, apart from it, what the module's code finds under its parameters' names: a rank's pieces or
-full parameters (``shows_full``).
+and, apart from it, ``shows_full`` says what the module's code finds under its parameters' names:
+this rank's pieces or full parameters.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..comm.collectives import Group
-from ..comm.pending_work import PendingWork, lost
+from ..comm.pending_work import PendingWork, kept_alive
 from ..comm.streams import streams_for
 from ..grads.gradients import Gradients
 from ..grads.reduction import Reduction
-from ..params.buffers import FullBuffer
-from ..params.flat_param import FlatParamHandle
-from .autograd import ParameterNode, is_handed_out
+from ..params.buffers import FullBuffer, any_holds
+from ..params.handle import REQUIRES_GRAD, FlatParamHandle
+from .autograd import Tracked, is_handed_out, track
 from .policy import UnitOptions, policy_for
 
 if TYPE_CHECKING:
@@ -36,22 +39,19 @@ if TYPE_CHECKING:
 #: How many sets of trainable parameters a unit remembers nodes for.
 _PATTERNS_KEPT = 8
 
+_VERSION = operator.attrgetter("_version")
+_OPTIMIZER_PARAMS = operator.attrgetter("optimizer_params")
+
+#: Takes a unit and, per group, one full gradient or None for each parameter.
+OnGradients = Callable[["Unit", Sequence[Gradients]], None]
+
 
 class State(Enum):
     """Where a unit's full parameters are."""
 
     SHARDED = auto()
-    GATHERING = auto()
-    GATHERED = auto()
-
-
-class _Tracked(NamedTuple):
-    """Full parameters as autograd knows them, per group, and the node that they come from."""
-
-    node: ParameterNode | None
-    tensors: list[list[torch.Tensor]]
-    #: Whether some of them are frozen.
-    is_mixed: bool
+    UNSHARDING = auto()
+    UNSHARDED = auto()
 
 
 class Unit:
@@ -73,34 +73,33 @@ class Unit:
         self.shards = shards
         self.copies = copies
         self.options = options
-        self.device = device
+        self.set_device(device)
         self.state = State.SHARDED
         self.shows_full = False
-        #: Whether the gathered parameters are in the shards' own precision.
-        self.exact = False
+        #: Whether the unsharded parameters are in the shards' own precision.
+        self.full_precision = False
         #: Whether backward reduces gradients (False inside ``no_sync``).
-        self.synchronizes = True
-        #: Called with all full gradients of the unit (one per parameter) when they are there.
-        self.on_gradients: Callable[[Unit, Sequence[Gradients]], None] | None = None
-        #: The user's functions that are called before a forward of the unit.
-        self.pre_hooks: Mapping[int, Any] = {}
+        self.syncs_gradients = True
         self.reduction = Reduction(self)
-        self._gathers: list[PendingWork] = []
-        #: Whether the gather in flight fills a buffer without a collective.
-        self._copies_shards = False
         #: The full buffers in use, one per group; empty while sharded.
-        self.gathered: list[FullBuffer] = []
-        #: Whether full parameters are shown by ``summon_full_params``.
-        self.summoned = False
-        #: How many ``summon_full_params`` the unit is inside of, also if it has nothing to show.
-        self.summoning = 0
-        #: Whether they are shown on every rank that shares the shards.
-        self.summoned_everywhere = False
+        self.full_buffers: list[FullBuffer] = []
         #: Whether some of the full parameters that were last tracked are frozen.
         self.is_mixed = False
-        self._nodes: dict[Any, _Tracked] = {}
+        #: How many ``summon_full_params`` the unit is inside of, also if it has nothing to show.
+        self.summoning = 0
+        #: Whether ``summon_full_params`` shows full parameters.
+        self.summoned = False
+        #: Whether it shows them on every rank that shares the shards.
+        self.summoned_everywhere = False
         #: Tells ranks that have run out of data what is done to the unit; inside of ``Join``.
         self.joining: Joining | None = None
+        #: The user's functions that are called before a forward of the unit.
+        self.pre_hooks: Mapping[int, Any] = {}
+        self._on_gradients: OnGradients | None = None
+        self._all_gathers: list[PendingWork] = []
+        #: Whether a full buffer is being filled without a collective, from a whole shard.
+        self._copies_shards = False
+        self._nodes: dict[Any, Tracked] = {}
         self._changes: list[int] = []
         #: The full parameters in place, one list per group.
         self._shown: list[list[torch.Tensor]] = []
@@ -109,27 +108,56 @@ class Unit:
         """For copies and pickles: what a unit is, without what it is in the middle of."""
         return {
             **self.__dict__,
-            "on_gradients": None,
             "pre_hooks": {},
             "joining": None,
-            "_gathers": [],
-            "gathered": [],
+            "_on_gradients": None,
+            "_all_gathers": [],
+            "full_buffers": [],
             "_nodes": {},
             "_changes": [],
             "_shown": [],
         }
 
-    @property
-    def device(self) -> torch.device:
-        """Where the unit computes."""
-        return self._device
+    # -- what others tell the unit --------------------------------------------------------------
 
-    @device.setter
-    def device(self, device: torch.device) -> None:
-        self._device = device
+    def set_device(self, device: torch.device) -> None:
+        """Compute on ``device`` from now on."""
+        self.device = device
         self.streams = streams_for(device)
         #: What is decided for this unit, on this kind of device, by its options.
         self.plan = policy_for(device.type).plan(self.options)
+
+    def start_training(self, name: str, pre_hooks: Mapping[int, Any]) -> None:
+        """A root has adopted the unit, which it calls ``name``."""
+        self.name = name
+        self.pre_hooks = pre_hooks
+
+    def send_gradients_to(self, receiver: OnGradients) -> None:
+        """Have ``receiver`` called with all full gradients of the unit when they are there."""
+        self._on_gradients = receiver
+
+    def follow(self, joining: Joining | None) -> None:
+        """Tell ranks that have run out of data what is done to the unit, or no longer."""
+        self.joining = joining
+
+    def sync_gradients(self, enabled: bool) -> None:
+        """Have backward reduce gradients, or keep them local."""
+        self.syncs_gradients = enabled
+
+    def mark_summoned(self, shown: bool, everywhere: bool) -> None:
+        """``summon_full_params`` shows full parameters, or no longer, on this rank or on all."""
+        self.summoned, self.summoned_everywhere = shown, everywhere
+
+    @contextlib.contextmanager
+    def being_summoned(self) -> Generator[None, None, None]:
+        """Count a ``summon_full_params`` that the unit is inside of."""
+        self.summoning += 1
+        try:
+            yield
+        finally:
+            self.summoning -= 1
+
+    # -- facts ------------------------------------------------------------------------------------
 
     @functools.cached_property
     def world_size(self) -> int:
@@ -148,102 +176,129 @@ class Unit:
 
     @property
     def has_trainable(self) -> bool:
-        return any(handle.has_trainable for handle in self.handles)
+        return True in map(REQUIRES_GRAD, chain.from_iterable(map(_OPTIMIZER_PARAMS, self.handles)))
+
+    @property
+    def holds_a_copy(self) -> bool:
+        """Whether the full buffers are a copy, in another precision or place, of whole shards."""
+        return not self.is_sharded and any(not buffer.is_standing for buffer in self.full_buffers)
 
     def versions(self) -> list[int]:
         """Counts of in-place changes to the parameters that the user holds."""
-        return [p._version for handle in self.handles for p in handle.watched]
+        return [*map(_VERSION, chain.from_iterable(map(_OPTIMIZER_PARAMS, self.handles)))]
+
+    def was_changed_since(self, versions: list[int] | None) -> bool:
+        """Whether parameters were changed in place since ``versions`` were noted, if they were."""
+        return versions is not None and versions != self.versions()
+
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in memory that goes when the full parameters go."""
+        return any_holds(self.full_buffers, tensor)
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` may lead autograd into this unit, and is not a parameter."""
+        return tensor.grad_fn is not None and not (is_handed_out(tensor) or self.lends(tensor))
 
     def forget_views(self) -> None:
         """Drop what was derived from buffers that no longer exist."""
         self._nodes.clear()
 
-    # -- gathering ----------------------------------------------------------------------------
+    # -- unsharding and resharding ------------------------------------------------------------
 
-    def start_gather(self, exact: bool = False) -> None:
+    def start_unshard(self, full_precision: bool = False) -> None:
         """Begin to fill the full buffers; no-op when they are full or being filled."""
         if self.state is not State.SHARDED:
             return
         if self.joining is not None:
-            self.joining.tell("gather", self, exact)
+            self.joining.tell("gather", self, full_precision)
+        self.full_precision = full_precision
+        buffers: list[FullBuffer] = []
+        for handle in self.handles:
+            dtype = handle.dtypes.shard if full_precision else handle.dtypes.compute
+            buffers.append(handle.full_buffers.get(dtype) or handle.buffer(dtype))
+        self.full_buffers = buffers
         streams = self.streams
-        self.exact = exact
-        self.gathered = [handle.buffer(self._dtype(handle, exact)) for handle in self.handles]
+        if streams.runs_ahead:
+            streams.take_again(buffers)
+            streams.gather_may_write()
+            with streams.on_gather():
+                self._fill(buffers)
+        else:
+            self._fill(buffers)
+        self.state = State.UNSHARDING
+
+    def _fill(self, buffers: Sequence[FullBuffer]) -> None:
+        """Allocate the full buffers, and all-gather the shards into them."""
         outputs: list[torch.Tensor] = []
         inputs: list[torch.Tensor] = []
         self._copies_shards = False
-        streams.take_again(self.gathered)
-        streams.gather_may_write()
-        with streams.on_gather():
-            for handle, buffer in zip(self.handles, self.gathered, strict=True):
-                buffer.allocate()
-                if handle.layout.world_size == 1:
-                    if not buffer.is_standing:
-                        handle.gather_input(buffer)
-                        self._copies_shards = True
-                elif handle.layout.padded_numel > 0:
-                    inputs.append(handle.gather_input(buffer))
+        for buffer in buffers:
+            buffer.allocate()
+            if buffer.filled_from is not None:
+                buffer.own.copy_(buffer.filled_from, non_blocking=True)
+            if buffer.world_size > 1:
+                if buffer.flat.numel() > 0:
+                    inputs.append(buffer.gather_input)
                     outputs.append(buffer.alias)
-            if outputs:
-                self._gathers = self.shards.gather(outputs, inputs, self.name)
-        self.state = State.GATHERING
+            elif not buffer.is_standing:
+                self._copies_shards = True
+        if outputs:
+            self._all_gathers = self.shards.gather(outputs, inputs, self.name)
 
     def fill_again(self) -> None:
-        """Let the gather that follows write into full buffers, which stay where they are."""
-        if self.state is State.GATHERED:
+        """Let the all-gather that follows write into full buffers, which stay where they are."""
+        if self.state is State.UNSHARDED:
             self.state = State.SHARDED
 
-    def finish_gather(self) -> None:
+    def finish_unshard(self) -> None:
         """Make the full buffers usable by compute."""
-        if self.state is not State.GATHERING:
+        if self.state is not State.UNSHARDING:
             return
         if self._copies_shards:
             with self.streams.on_gather():
                 self._wait()
             self.streams.compute_after_gather()
-        elif self._gathers:
+        elif self._all_gathers:
             # Orders compute behind the collective, which was itself ordered behind its inputs.
             self._wait()
-        self.state = State.GATHERED
-
-    @property
-    def holds_a_copy(self) -> bool:
-        """Whether what is gathered is a copy, in another precision or place, of whole shards."""
-        return not self.is_sharded and any(not buffer.is_standing for buffer in self.gathered)
-
-    def release(self, late: bool = False) -> None:
-        """Give the full buffers back; the module must not be showing them."""
-        if self.state is State.SHARDED:
-            return
-        self.finish_gather()
-        streams = self.streams
-        streams.give_back(self.gathered, late, self.options.limit_all_gathers)
-        self.gathered = []
-        self.state = State.SHARDED
+        self.state = State.UNSHARDED
 
     def _wait(self) -> None:
-        gathers, self._gathers = self._gathers, []
+        pending, self._all_gathers = self._all_gathers, []
         try:
-            self.shards.wait(*gathers)
+            self.shards.wait(*pending)
         except BaseException:
             # The collective may still write into these buffers: let them go unfreed.
-            lost.append((gathers, self.gathered))
+            kept_alive.append((pending, self.full_buffers))
             for handle in self.handles:
                 handle.forget_buffers()
             self.forget_views()
-            self.gathered = []
+            self.full_buffers = []
             self.state = State.SHARDED
             raise
 
-    def _dtype(self, handle: FlatParamHandle, exact: bool) -> torch.dtype:
-        return handle.dtypes.shard if exact else handle.dtypes.compute
+    def reshard(self, late: bool = False) -> None:
+        """Show this rank's pieces, and give the full buffers back."""
+        if self.shows_full:
+            self.show_sharded()
+        if self.state is State.SHARDED:
+            return
+        if self.state is State.UNSHARDING:
+            self.finish_unshard()
+        buffers, self.full_buffers = self.full_buffers, []
+        self.state = State.SHARDED
+        if self.streams.runs_ahead:
+            self.streams.give_back(buffers, late, self.options.limit_all_gathers)
+        else:
+            for buffer in buffers:
+                buffer.release()
 
-    # -- showing ------------------------------------------------------------------------------
+    # -- agreeing with other ranks --------------------------------------------------------------
 
     def begin_pass(self) -> None:
         """Agree with the other ranks that a pass begins with this unit."""
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
-        if not self.synchronizes:
+        if not self.syncs_gradients:
             kind += " without synchronization"
         if self.joining is not None:
             self.joining.tell("begin", self, kind)
@@ -251,51 +306,61 @@ class Unit:
 
     def agree_on_pass(self, kind: str) -> None:
         """Agree on this kind of pass, which may be one of other ranks."""
-        for group in filter(None, (self.shards, self.copies)):
-            group.begin_pass(kind, self.name)
+        self.shards.begin_pass(kind, self.name)
+        if self.copies is not None:
+            self.copies.begin_pass(kind, self.name)
 
     def agree_to_run(self) -> None:
-        """Agree with the other ranks that the unit, which was gathered on a guess, runs."""
+        """Agree with the other ranks that the unit, which was prefetched on a guess, runs."""
         if self.joining is not None:
             self.joining.tell("run", self)
         self.shards.agree("run", self.name)
 
+    # -- showing parameters ---------------------------------------------------------------------
+
+    def show_full_for_forward(self) -> None:
+        """Put tracked full parameters in place, and let the forward that begins count as the last.
+
+        Autograd then reaches the unit's reduce before what ran earlier: see ``autograd.py``.
+        """
+        self.show_full(tracked=True)
+        for known in self._nodes.values():
+            if known.node is not None:
+                known.node.born_now()
+
     def show_full(self, tracked: bool) -> None:
         """Put full parameters in place; ``tracked`` ones lead autograd to the unit's reduce."""
-        tensors = self._tracked() if tracked else [buffer.shown for buffer in self.gathered]
+        tensors = self._tracked() if tracked else [buffer.shown for buffer in self.full_buffers]
         for handle, full in zip(self.handles, tensors, strict=True):
             handle.show(full)
         self.shows_full, self._shown = True, tensors
 
     def show_sharded(self) -> None:
+        """Put this rank's pieces in place."""
         if self.shows_full:
             for handle in self.handles:
                 handle.show_sharded()
             self.shows_full, self._shown = False, []
 
-    def shows_what_it_gathered(self) -> bool:
+    def shows_what_it_unsharded(self) -> bool:
         """Whether nobody replaced the full parameters since they were put in place."""
         return all(
             handle.skip_writeback_check or handle.shows(full, buffer)
-            for handle, full, buffer in zip(self.handles, self._shown, self.gathered, strict=True)
+            for handle, full, buffer in zip(
+                self.handles, self._shown, self.full_buffers, strict=True
+            )
         )
 
-    def lends(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in memory that goes when the full parameters go."""
-        return any(buffer.holds(tensor) for buffer in self.gathered)
-
-    def made(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` may lead autograd into this unit, and is not a parameter."""
-        return tensor.grad_fn is not None and not (is_handed_out(tensor) or self.lends(tensor))
+    # -- changes by the user --------------------------------------------------------------------
 
     def remember_values(self) -> None:
         """Note how often the full parameters, which stay in place, have been changed by now."""
-        self._changes = [buffer.flat._version for buffer in self.gathered]
+        self._changes = [buffer.flat._version for buffer in self.full_buffers]
 
     def keep_changes(self) -> None:
         """Before full parameters go that no backward has used: keep what was done to them."""
         for handle, buffer, changes in zip(
-            self.handles, self.gathered, self._changes, strict=False
+            self.handles, self.full_buffers, self._changes, strict=False
         ):
             if buffer.flat._version == changes:
                 continue
@@ -318,67 +383,48 @@ class Unit:
     def write_back(self) -> bool:
         """Take over what the user replaced; only while sharded parameters are shown.
 
-        Returns whether there was anything: what is gathered already does not have it.
+        Returns whether the user replaced anything: full buffers that are filled already lack it.
         """
-        replaced = [handle.write_back() for handle in self.handles]
-        if not any(replaced):
-            return False
-        # Compute wrote into shards that a gather is about to read.
-        self.streams.gather_after_compute()
-        return True
+        replaced = False
+        for handle in self.handles:
+            replaced |= handle.write_back()
+        if replaced:
+            # Compute wrote into shards that an all-gather is about to read.
+            self.streams.gather_after_compute()
+        return replaced
+
+    def take_replacements(self, notes_versions: bool) -> list[int] | None:
+        """Before a prefetch: take over what the user replaced; the versions, if they are noted."""
+        self.write_back()
+        return self.versions() if notes_versions else None
+
+    # -- full parameters as autograd knows them -------------------------------------------------
 
     def _tracked(self) -> list[list[torch.Tensor]]:
         """Per group, the full parameters as autograd knows them; frozen ones as plain views."""
-        trainable = [handle.trainable for handle in self.handles]
-        key = (self.exact, *trainable)
+        trainable: list[tuple[bool, ...]] = []
+        for handle in self.handles:
+            trainable.append(handle.trainable)
+        key = (self.full_precision, *trainable)
         known = self._nodes.get(key)
         if known is None:
             if len(self._nodes) == _PATTERNS_KEPT:
                 # Graphs that lead to the oldest of them have all that they need.
                 del self._nodes[next(iter(self._nodes))]
-            known = self._nodes[key] = self._make_node(trainable)
+            known = self._nodes[key] = self._track(trainable)
         self.is_mixed = known.is_mixed
         return known.tensors
 
-    def count_as_run_now(self) -> None:
-        """Let autograd reach the unit's reduce before what ran earlier: see ``autograd.py``."""
-        for known in self._nodes.values():
-            if known.node is not None:
-                known.node.born_now()
-
-    def _make_node(self, trainable: list[tuple[bool, ...]]) -> _Tracked:
-        tensors = [list(buffer.shown) for buffer in self.gathered]
-        places = [(g, i) for g, flags in enumerate(trainable) for i, on in enumerate(flags) if on]
-        is_mixed = len(places) < sum(map(len, trainable))
-        if not places:
-            return _Tracked(None, tensors, is_mixed)
-        distributed = [
-            (group, index, distribution)
-            for group, index in places
-            if (distribution := self.handles[group].distribution(index)) is not None
-        ]
-
+    def _track(self, trainable: Sequence[tuple[bool, ...]]) -> Tracked:
         # The node lives in autograd's graph, into which Python's garbage collector does not see: a
         # strong reference would keep the unit, and all its memory, for ever.
         reference = weakref.ref(self)
 
-        def receive(found: tuple[torch.Tensor | None, ...]) -> None:
+        def receive(gradients: Sequence[Gradients]) -> None:
             unit = reference()
-            if unit is None:
-                return
-            assert unit.on_gradients is not None
-            if len(trainable) == 1 and not (is_mixed or distributed):
-                # As most are: what was found is what there is.
-                unit.on_gradients(unit, [found])
-                return
-            gradients: list[list[torch.Tensor | None]] = [[None] * len(t) for t in trainable]
-            for (group, index), gradient in zip(places, found, strict=True):
-                gradients[group][index] = gradient
-            for group, index, distribution in distributed:
-                gradients[group][index] = distribution.local_gradient(gradients[group][index])
-            unit.on_gradients(unit, gradients)
+            if unit is not None:
+                assert unit._on_gradients is not None
+                unit._on_gradients(unit, gradients)
 
-        node = ParameterNode([tensors[g][i] for g, i in places], receive)
-        for (group, index), output in zip(places, node.outputs, strict=True):
-            tensors[group][index] = output
-        return _Tracked(node, tensors, is_mixed)
+        shown = [buffer.shown for buffer in self.full_buffers]
+        return track(shown, trainable, self.handles, receive)

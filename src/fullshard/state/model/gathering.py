@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...engine.params.flat_param import FlatParamHandle
+from ...engine.params.handle import FlatParamHandle
 from ...engine.params.layout import Slot
 from ...engine.runtime.unit import Unit
 

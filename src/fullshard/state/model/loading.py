@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import is_tensor_like
 
-from ...engine.params.flat_param import FlatParamHandle
+from ...engine.params.handle import FlatParamHandle
 from ...engine.runtime.unit import Unit
 from .distributed_values import part_of, rows_here
 from .gathering import store_own_part

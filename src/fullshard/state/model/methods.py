@@ -22,6 +22,7 @@ class StateDicts(nn.Module):
     """The state-dict methods of a wrapper."""
 
     _model_state: ModelState
+    _load_errors: list[str]
 
     def _keep_state(
         self, modules: Iterable[nn.Module], order: Order, nested: Iterable[Any]
@@ -32,9 +33,10 @@ class StateDicts(nn.Module):
         for state in below:
             known.update(state.order)
         known.update(order)
-        self._model_state = ModelState(self, modules, known)
-        self._model_state.include_part_groups(below)
-        self._load_errors: list[str] = []
+        state = ModelState(self, modules, known)
+        if below:
+            state.include_part_groups(below)
+        self.__dict__.update(_model_state=state, _load_errors=[])
         self.register_load_state_dict_post_hook(_report_by_known_names)
 
     def _keep_mesh(self, mesh: Any, nested: Iterable[Any]) -> None:

@@ -25,14 +25,16 @@ import torch
 from torch import nn
 
 from ...api import (
+    FullOptimStateDictConfig,
     FullStateDictConfig,
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictConfig,
+    StateDictSettings,
     StateDictType,
 )
-from ...engine.params.flat_param import FlatParamHandle
+from ...engine.params.handle import FlatParamHandle
 from ...engine.params.locations import WRAPPED_MODULE
 from ...engine.params.tensor_parallel import Distribution, local_part
 from ...engine.runtime.forward import Schedule
@@ -41,7 +43,6 @@ from . import gathering, sharded_tensors
 from .distributed_values import as_joint_dtensor
 from .loading import Arrivals, LoadReport
 from .module_hooks import attach
-from .state_types import default_settings
 
 #: What a local state dict calls a group's shard.
 FLAT_NAME = "_flat_param"
@@ -76,7 +77,9 @@ class ModelState:
     """Saves and loads one unit's parameters; made and kept by its wrapper."""
 
     def __init__(self, wrapper: Any, modules: Iterable[nn.Module], order: Order) -> None:
-        self.settings = default_settings()
+        self.settings = StateDictSettings(
+            StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+        )
         self.mesh: sharded_tensors.SharedMesh | None = None
         self._own_mesh: sharded_tensors.SharedMesh | None = None
         self.order = order

@@ -27,7 +27,9 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 
 def default_settings() -> StateDictSettings:
     """What holds when nobody asked for anything: full state dicts on every rank."""
-    return make_settings(StateDictType.FULL_STATE_DICT, None, None)
+    return StateDictSettings(
+        StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+    )
 
 
 def make_settings(state_dict_type: Any, config: Any, optim_config: Any) -> StateDictSettings:

@@ -16,9 +16,9 @@ from torch import nn
 
 from ...engine.comm.streams import streams_for
 from ...engine.grads.gradients import set_gradient
-from ...engine.params.attribute_guard import note_shown, refuse_tie
 from ...engine.params.buffers import FullBuffer
-from ...engine.params.flat_param import FlatParamHandle, check_shape, parameter_at
+from ...engine.params.handle import FlatParamHandle
+from ...engine.params.replacements import check_shape, note_shown, parameter_at, refuse_tie
 from ...engine.params.tensor_parallel import as_shown, local_part
 from ...engine.runtime.forward import Schedule
 from ...engine.runtime.unit import Unit
@@ -41,24 +41,15 @@ def summon(
         for device in {unit.device for unit, _ in units}:
             summoned.callback(streams_for(device).settle)
         for unit, schedule in units:
-            summoned.enter_context(_counted(unit))
+            summoned.enter_context(unit.being_summoned())
             if unit.handles:
                 assert schedule is not None
                 schedule.rest(unit)
                 visible = unit.shards.rank == 0 or not rank0_only
                 shown = _Summoned(unit, visible, offload_to_cpu, with_grads)
                 summoned.callback(shown.dismiss, writeback)
-                unit.summoned_everywhere = not rank0_only
+                unit.mark_summoned(True, everywhere=not rank0_only)
         yield
-
-
-@contextlib.contextmanager
-def _counted(unit: Unit) -> Generator[None, None, None]:
-    unit.summoning += 1
-    try:
-        yield
-    finally:
-        unit.summoning -= 1
 
 
 class _Summoned:
@@ -68,15 +59,15 @@ class _Summoned:
         self._unit = unit
         unit.write_back()
         unit.shards.begin_pass("summon", unit.name)
-        unit.start_gather(exact=True)
-        unit.finish_gather()
-        unit.summoned = True
+        unit.start_unshard(full_precision=True)
+        unit.finish_unshard()
+        unit.mark_summoned(True, everywhere=False)
         self._parts: list[_Part] = []
         if visible:
             with torch.no_grad():
                 self._parts = [
                     _Part(handle, buffer, to_cpu)
-                    for handle, buffer in zip(unit.handles, unit.gathered, strict=True)
+                    for handle, buffer in zip(unit.handles, unit.full_buffers, strict=True)
                 ]
         if with_grads:
             for position, handle in enumerate(unit.handles):
@@ -85,7 +76,7 @@ class _Summoned:
                     self._parts[position].show_gradients(gradients)
         copied = to_cpu and unit.device.type != "cpu"
         if copied or not visible:
-            unit.release()
+            unit.reshard()
 
     def dismiss(self, writeback: bool) -> None:
         try:
@@ -93,8 +84,8 @@ class _Summoned:
                 for part in self._parts:
                     taken_back.callback(part.take_back, writeback)
         finally:
-            self._unit.summoned = self._unit.summoned_everywhere = False
-            self._unit.release()
+            self._unit.mark_summoned(False, everywhere=False)
+            self._unit.reshard()
 
 
 class _Part:

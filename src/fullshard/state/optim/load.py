@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
-from ...engine.params.flat_param import FlatParamHandle
+from ...engine.params.handle import FlatParamHandle
 from ...engine.params.tensor_parallel import Distribution, is_distributed
 from ..model.distributed_values import part_of, rows_here
 from ..model.gathering import own_part

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...engine.params.flat_param import FlatParamHandle
+from ...engine.params.handle import FlatParamHandle
 from ...engine.params.layout import Piece, Slot
 from ...engine.params.locations import WRAPPED_MODULE, clean_tensor_name
 from ...engine.params.tensor_parallel import Distribution

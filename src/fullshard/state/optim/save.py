@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from ...api import FullOptimStateDictConfig, OptimStateDictConfig
 from ...engine.comm.collectives import Group
-from ...engine.params.flat_param import FlatParamHandle
+from ...engine.params.handle import FlatParamHandle
 from ..model import gathering
 from ..model.state_hooks import ModelState
 from .consensus import (

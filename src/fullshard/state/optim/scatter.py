@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ...engine.comm.collectives import Group
-from ...engine.params.flat_param import FlatParamHandle
+from ...engine.params.handle import FlatParamHandle
 from ..model.distributed_values import part_of
 from ..model.state_hooks import ModelState
 

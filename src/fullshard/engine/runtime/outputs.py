@@ -1,21 +1,28 @@
-"""Tensors that modules keep as attributes, such as auxiliary losses, put into what they are called
-with, or show to the user's hooks, such as features: outputs in all but name.
+"""Tensors by which autograd may enter a unit: finding them when its forward ends, and hooking them.
+
+They are the forward's outputs, and outputs in all but name: tensors that modules keep as
+attributes, such as auxiliary losses, put into containers among their inputs, or show to the user's
+hooks.
 """
 
 from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..params.locations import own_modules
-from .pytrees import tensors_in
+from .autograd import PARAMETER_NODE, is_handed_out
+from .pytrees import PLAIN_TYPES, tensors_in
 from .unit import Unit
 from .untraced import untraced
+
+#: What a module is called with, by position and by name.
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 #: What ``nn.Module`` keeps for itself.
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -32,7 +39,7 @@ class SideOutputs:
 
     def __init__(self, unit: Unit, of_units: Container[nn.Module]) -> None:
         self._unit = unit
-        own = list(own_modules(unit.module, of_units.__contains__))
+        own = own_modules(unit.module, of_units.__contains__)
         self._attributes = [names for m in own for names in (vars(m), m._buffers)]
         self._modules = own
         self._hooks = [m._forward_hooks for m in own] + [m._forward_pre_hooks for m in own]
@@ -57,38 +64,52 @@ class SideOutputs:
                     module.register_forward_hook(_Watch(self), with_kwargs=True)
             self._hook_count = sum(map(len, self._hooks))
 
+    def stop_watching(self) -> None:
+        """The unit's forward raised: forget what was shown."""
+        self.shown = None
+
     def note(self, shown: Any) -> None:
         """Somebody outside may keep tensors that are in ``shown``, while the forward runs."""
         if self.shown is not None:
             self.shown.append(shown)
 
-    def made_since(self, birth: int, inputs: Any) -> list[torch.Tensor]:
+    def made_since(self, birth: int, inputs: Inputs | None) -> list[torch.Tensor]:
         """Those that lead into the unit by nodes not older than ``birth``, in autograd's count.
 
         Among them are those that the unit put into containers among its ``inputs``.
         """
         shown, self.shown = self.shown, None
-        kept = [value for value in (*self._stored(), inputs) if type(value) not in _WITHOUT_TENSORS]
+        if sum(map(len, self._attributes)) != self._count:
+            self._find_attributes()
+        kept: list[Any] = []
+        for attributes, name in self._places:
+            value = attributes.get(name)
+            if type(value) not in _WITHOUT_TENSORS:
+                kept.append(_visible(name, value))
+        if inputs is not None:
+            args, kwargs = inputs
+            if not (
+                PLAIN_TYPES.issuperset(map(type, args))
+                and PLAIN_TYPES.issuperset(map(type, kwargs.values()))
+            ):
+                kept.append(inputs)
         if shown:
             kept.append(shown)
-        return [t for t in tensors_in(kept) if self._is_since(birth, t)] if kept else []
+        return [t for t in tensors_in(kept) if self._is_since(birth, t)] if kept else kept
 
     def _is_since(self, birth: int, tensor: torch.Tensor) -> bool:
         node = tensor.grad_fn
         return node is not None and node._sequence_nr() >= birth and self._unit.made(tensor)
 
-    def _stored(self) -> Iterator[Any]:
-        count = sum(map(len, self._attributes))
-        if count != self._count:
-            self._count = count
-            self._places = [
-                (attributes, name)
-                for attributes in self._attributes
-                for name, value in attributes.items()
-                if name not in _INTERNAL and self._is_of_interest(_visible(name, value))
-            ]
-        for attributes, name in self._places:
-            yield _visible(name, attributes.get(name))
+    def _find_attributes(self) -> None:
+        """Decide which attributes to look at after a forward."""
+        self._count = sum(map(len, self._attributes))
+        self._places = [
+            (attributes, name)
+            for attributes in self._attributes
+            for name, value in attributes.items()
+            if name not in _INTERNAL and self._is_of_interest(_visible(name, value))
+        ]
 
     def _is_of_interest(self, value: Any) -> bool:
         """Whether there is such a tensor, or a place that a later forward may put one in."""
@@ -155,3 +176,78 @@ def _is_users(hook: Any) -> bool:
     """Whether a hook may keep what it is shown: those that are torch's own do not."""
     module = getattr(hook, "__module__", None) or ""
     return not module.startswith("torch.")
+
+
+# -- the forward's own outputs --------------------------------------------------------------------
+
+
+def entries(
+    outputs: Sequence[torch.Tensor], inputs: Inputs | None, birth: int
+) -> list[torch.Tensor]:
+    """Those of a forward's outputs by which gradients come into what the forward computed.
+
+    Gradients do not come in by leaves and parameters, nor by inputs that the forward handed on,
+    whose nodes are older than the forward (``birth``): to unshard the unit for those would be in
+    vain, and late.
+    """
+    found: list[torch.Tensor] = []
+    given: set[int] | None = None
+    for tensor in outputs:
+        node = tensor.grad_fn
+        if node is None or type(node) is PARAMETER_NODE:
+            continue
+        if inputs is not None and node._sequence_nr() < birth:
+            if given is None:
+                given = set(map(id, tensors_in(inputs)))
+            if id(tensor) in given:
+                continue
+        found.append(tensor)
+    return found
+
+
+def hook_entries(
+    tensors: Sequence[torch.Tensor], hook: Callable[[Any], None], birth: int, is_outermost: bool
+) -> None:
+    """Have ``hook`` called when a gradient reaches one of ``tensors``.
+
+    A following unit may have hooked the same tensor as its input, to be closed before this one is
+    unsharded: hooks of a tensor's node run after those of the tensor. Only the outermost unit hooks
+    tensors: its hook starts the backward, before any hook of the user.
+
+    A view that is changed in place gets another node, by which gradients come to its base's.
+    """
+    nodes: dict[Any, None] = {}
+    for tensor in tensors:
+        if is_outermost:
+            tensor.register_hook(hook)
+        else:
+            nodes[tensor.grad_fn] = None
+        base = tensor._base
+        if base is not None and _leads_into(base, birth):
+            nodes[base.grad_fn] = None
+    for node in nodes:
+        node.register_prehook(hook)
+
+
+def hook_handed_on(outputs: Sequence[torch.Tensor]) -> None:
+    """Put a hook on those outputs of a model that have none, and by which no gradient comes in.
+
+    Torch's wrapper hooks every output that requires gradients, inputs that were handed on among
+    them, and programs look for it there (``_backward_hooks``). One is enough for a tensor that is
+    handed on at every step.
+    """
+    for tensor in outputs:
+        if tensor._backward_hooks or not tensor.requires_grad or not torch.is_grad_enabled():
+            continue
+        if not (isinstance(tensor, torch.nn.Parameter) or is_handed_out(tensor)):
+            tensor.register_hook(_let_past)
+
+
+def _let_past(gradient: torch.Tensor) -> None:
+    """Nothing is to be done: the gradient goes past the unit."""
+
+
+def _leads_into(tensor: torch.Tensor, birth: int) -> bool:
+    """Whether gradients of ``tensor`` come into what a forward computed that began at ``birth``."""
+    node = tensor.grad_fn
+    return not (node is None or type(node) is PARAMETER_NODE or node._sequence_nr() < birth)

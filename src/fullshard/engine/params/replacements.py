@@ -1,4 +1,4 @@
-"""Refusing what is put in place of parameters for which a flat parameter stands.
+"""Refusing replacements of parameters that a unit cannot take over.
 
 Without ``use_orig_params`` a module shows views, which a unit replaces by others as it gathers and
 frees. What somebody else put there, to tie two weights for example, would go without a trace.
@@ -7,8 +7,10 @@ frees. What somebody else put there, to tie two weights for example, would go wi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from .locations import ParameterLocation
 
@@ -78,3 +80,32 @@ def _refusal(place: ParameterLocation, what: str) -> RuntimeError:
         "and replace parameters before wrapping. To change values only, write into what "
         "summon_full_params shows (parameter.copy_(values))"
     )
+
+
+def parameter_at(place: ParameterLocation) -> nn.Parameter:
+    """The parameter that stands at ``place``; refuses (RuntimeError) that there is none."""
+    found = place.module._parameters.get(place.name)
+    if found is None:
+        raise RuntimeError(
+            f"Parameter {place.path!r} was removed from its {type(place.module).__name__} after "
+            "wrapping, which still manages it: remove parameters, or register what replaces them "
+            "(pruning, parametrizations, adapters), before wrapping"
+        )
+    if not isinstance(found, nn.Parameter):
+        raise RuntimeError(
+            f"Parameter {place.path!r} is replaced by a plain tensor, as by functional_call. Its "
+            "values would stay: call functional_call on a module inside of the unit, in its "
+            "forward, or replace the parameter by an nn.Parameter"
+        )
+    return found
+
+
+def check_shape(what: str, where: Any, expected: torch.Tensor, given: torch.Tensor) -> None:
+    """Refuse a replacement whose shape is not that of this rank's piece."""
+    if expected.shape != given.shape:
+        path = where.path if isinstance(where, ParameterLocation) else type(where).__name__
+        raise RuntimeError(
+            f"Cannot writeback when the {what} shape changes\n"
+            f"Expects {expected.shape} but got {given.shape} for {path}: outside forward a rank "
+            "may replace its own piece only; use summon_full_params to change whole parameters"
+        )

@@ -6,9 +6,9 @@ communicates: it offers the buffers that a unit hands to the collectives.
 
 from __future__ import annotations
 
+import collections
 import operator
 import os
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,12 +17,13 @@ from torch import nn
 
 from ...api import ShardingStrategy, adopt
 from ..comm.streams import streams_for
-from .attribute_guard import refuse_replaced_views
 from .buffers import FullBuffer, ReduceBuffer, ShardBackedBuffer
-from .flattening import check_uniform, cuts, flat_stride, flattened, own_part
+from .flat_parameter import FlatParameter, HandleReference
+from .flattening import check_uniform, cuts, flat_strides, flattened, own_part
 from .layout import FlatParamShardMetadata, Layout, Piece, alignment_elements
-from .locations import ParameterLocation, find_locations
-from .tensor_parallel import Distribution, distributions_of, local_part
+from .locations import ParameterLocation, containers_of, find_locations
+from .replacements import check_shape, parameter_at, refuse_replaced_views
+from .tensor_parallel import Distribution, Distributions, distributions_of, local_part
 from .unused_parameters import Presence
 
 #: Environment variables, by the names under which programs look them up.
@@ -31,47 +32,10 @@ _FSDP_USE_FULL_PREC_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 
 HandleShardingStrategy = ShardingStrategy
 
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _GRADIENT = operator.attrgetter("grad")
-
-
-class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, torch.Tensor) and getattr(instance, "_is_flat_param", False)
-
-
-class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
-    """The parameter that stands for a group: its data is this rank's shard.
-
-    The object is a plain ``nn.Parameter`` with facts attached, because optimizers choose their
-    fast paths by exact type; ``isinstance(p, FlatParameter)`` tells one from the others.
-    ``_fqns``, ``_shapes``, ``_numels`` and ``_params`` describe the original parameters
-    (``_params`` is None unless the originals stay visible).
-    """
-
-    _fqns: tuple[str, ...]
-    _shapes: tuple[torch.Size, ...]
-    _numels: tuple[int, ...]
-    _params: list[nn.Parameter] | None
-    _shard_param_infos: tuple[Piece, ...]
-
-    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> FlatParameter:
-        flat: Any = nn.Parameter(data, requires_grad=requires_grad)
-        flat._is_flat_param = True
-        return flat
-
-
-class HandleReference:
-    """Leads from a flat parameter to its handle without keeping the handle; copies lead nowhere."""
-
-    def __init__(self, handle: FlatParamHandle | None = None) -> None:
-        self._handle = None if handle is None else weakref.ref(handle)
-
-    def __call__(self) -> FlatParamHandle | None:
-        return None if self._handle is None else self._handle()
-
-    def __reduce__(self) -> Any:
-        return HandleReference, ()
+#: Goes through an iterator in C, for what it does on the way.
+_EXHAUST: Callable[[Iterable[Any]], None] = collections.deque(maxlen=0).extend
 
 
 class Dtypes(NamedTuple):
@@ -110,10 +74,11 @@ class FlatParamHandle:
         self.params = list(dict.fromkeys(params))
         if not self.params:
             raise ValueError("Cannot construct a FlatParamHandle with an empty parameter list")
-        check_uniform(self.params, use_orig_params)
         self.module = module
         self.device = device
-        self.strategy = adopt(sharding_strategy, ShardingStrategy, "sharding_strategy")
+        if not isinstance(sharding_strategy, ShardingStrategy):
+            sharding_strategy = adopt(sharding_strategy, ShardingStrategy, "sharding_strategy")
+        self.strategy = sharding_strategy
         self.keep_low_precision_grads = keep_low_precision_grads
         self.use_orig_params = use_orig_params
         self.offload = offload_params and device.type != "cpu"
@@ -121,21 +86,33 @@ class FlatParamHandle:
         self.is_sharded = False
         #: Whether the gradients that the user sees are unreduced ones (see ``no_sync``).
         self.local_gradients = False
-        #: The parameters that the running backward has put gradients on.
-        self.received: list[nn.Parameter] = []
+        self._note_received()
         shards = self.strategy is not ShardingStrategy.NO_SHARD
         self.rank: int = process_group.rank() if shards else 0
         self._mixed_precision = (mp_param_dtype, mp_reduce_dtype)
-        self._buffers: dict[torch.dtype, FullBuffer] = {}
-        self._reduce_buffers: dict[torch.dtype, ReduceBuffer] = {}
+        #: By dtype; :meth:`buffer` makes those that are missing.
+        self.full_buffers: dict[torch.dtype, FullBuffer] = {}
+        self.reduce_buffers: dict[torch.dtype, ReduceBuffer] = {}
         self._presence: Presence | None = None
         if places is None:
             places = find_locations(module, self.params)
         self.places = [places[p] for p in self.params]
         #: How tensor parallelism distributed each parameter; empty where it distributed none.
-        self.distributions = distributions_of(self.params, distributions or {})
+        self.distributions: Distributions = ()
+        if distributions:
+            self.distributions = distributions_of(self.params, distributions)
         self._set_dtypes(self.params[0].dtype)
-        self.layout = self._pack(process_group.size() if shards else 1)
+        compute = self.dtypes.compute
+        names = [places[0].path for places in self.places]
+        shapes = [p.shape for p in self.params]
+        check_uniform(self.params, use_orig_params)
+        self.layout = Layout.pack(
+            names,
+            shapes,
+            flat_strides(self.params),
+            world_size=process_group.size() if shards else 1,
+            alignment=alignment_elements(compute.itemsize) if use_orig_params else 1,
+        )
         self.pieces = self.layout.pieces(self.rank)
         self._cut_sizes, self._cut_positions = cuts(self.pieces, self.layout.shard_numel)
         if shard:
@@ -154,36 +131,35 @@ class FlatParamHandle:
         compute = compute or dtype
         self.dtypes = Dtypes(dtype, compute, reduce or compute)
 
-    def _pack(self, world_size: int) -> Layout:
-        alignment = alignment_elements(self.dtypes.compute.itemsize) if self.use_orig_params else 1
-        return Layout.pack(
-            [places[0].path for places in self.places],
-            [p.shape for p in self.params],
-            [flat_stride(p) for p in self.params],
-            world_size=world_size,
-            alignment=alignment,
-        )
-
     def _replace_originals(self, flat: torch.Tensor) -> None:
         self.shard_tensor = flat
         self.flat_param = FlatParameter(
-            flat[: self.layout.numel], requires_grad=any(p.requires_grad for p in self.params)
+            flat[: self.layout.numel], requires_grad=True in map(REQUIRES_GRAD, self.params)
         )
-        self._describe()
+        self._describe(HandleReference(self))
         if not self.use_orig_params:
-            for place in (place for places in self.places for place in places):
-                del place.module._parameters[place.name]
+            for places in self.places:
+                for place in places:
+                    del place.module._parameters[place.name]
             self.module.register_parameter("_flat_param", self.flat_param)
             # The originals are gone; holding them would hold the whole model's memory.
             self.params = []
 
-    def _describe(self) -> None:
+    def _note_received(self) -> None:
+        #: The parameters that the running backward has put gradients on.
+        self._received: list[nn.Parameter] = []
+        #: Bound once: the step's path calls no Python here.
+        self.receive = self._received.extend
+        self.forget_received = self._received.clear
+
+    def _describe(self, reference: HandleReference) -> None:
         flat: Any = self.flat_param
         flat._is_flat_param = True
-        flat._handle_reference = HandleReference(self)
-        flat._fqns = tuple(slot.name for slot in self.layout.slots)
-        flat._shapes = tuple(torch.Size(slot.shape) for slot in self.layout.slots)
-        flat._numels = tuple(slot.numel for slot in self.layout.slots)
+        flat._handle_reference = reference
+        slots = self.layout.slots
+        flat._fqns = tuple([slot.name for slot in slots])
+        flat._shapes = tuple([torch.Size(slot.shape) for slot in slots])
+        flat._numels = tuple([slot.numel for slot in slots])
         flat._params = self.params if self.use_orig_params else None
         flat._shard_param_infos = self.pieces
         for parameter in self.params:
@@ -209,7 +185,7 @@ class FlatParamHandle:
 
     def rebind(self) -> None:
         """Point parameters at the shard again after somebody else pointed them elsewhere."""
-        self._describe()
+        self._describe(HandleReference(self))
         self._bind()
 
     @property
@@ -240,7 +216,7 @@ class FlatParamHandle:
         else:
             self.device = shard.device
         self.forget_buffers()
-        self._describe()
+        self._describe(HandleReference(self))
         self.adopt_shard(shard)
 
     def _bind(self) -> None:
@@ -255,15 +231,9 @@ class FlatParamHandle:
         if self.use_orig_params:
             for parameter, view in zip(self.params, self.sharded, strict=True):
                 parameter.data = view
-        pairs = [
-            (*pair, index)
-            for index, places in enumerate(self.places)
-            for place in places
-            for pair in place.containers(self.use_orig_params)
-        ]
-        self._containers = [container for container, _, _ in pairs]
-        self._keys = [key for _, key, _ in pairs]
-        self._indices = [index for _, _, index in pairs]
+        self._containers, self._keys, self._indices = containers_of(
+            self.places, registered=self.use_orig_params
+        )
         self._remember()
         self.show_sharded()
 
@@ -272,8 +242,8 @@ class FlatParamHandle:
         visible: Sequence[Any] = self.params if self.use_orig_params else self.sharded
         self._visible = [visible[index] for index in self._indices]
         #: The parameters through which the user, or an optimizer, changes the shard.
-        self.watched = self.params if self.use_orig_params else [self.flat_param]
-        for parameter in self.watched:
+        self.optimizer_params = self.params if self.use_orig_params else [self.flat_param]
+        for parameter in self.optimizer_params:
             parameter._fullshard_is_cut = self.is_cut  # type: ignore[attr-defined]
         # Where they belong, not where they are: one that stands for two is only in one of them.
         self._expected = self.sharded if self.use_orig_params else [self.shard_tensor]
@@ -302,16 +272,13 @@ class FlatParamHandle:
 
     def show(self, tensors: Sequence[torch.Tensor]) -> None:
         """Put one tensor per parameter where the module's code looks for it."""
-        self._put(map(tensors.__getitem__, self._indices))
+        # Half the time of assignments in a loop, four times per unit and step.
+        found = map(tensors.__getitem__, self._indices)
+        _EXHAUST(map(operator.setitem, self._containers, self._keys, found))
 
     def show_sharded(self) -> None:
         """Put this rank's pieces back."""
-        self._put(self._visible)
-
-    def _put(self, tensors: Iterable[Any]) -> None:
-        # Half the time of assignments in a loop, four times per unit and step.
-        for _ in map(operator.setitem, self._containers, self._keys, tensors):
-            pass
+        _EXHAUST(map(operator.setitem, self._containers, self._keys, self._visible))
 
     def shows(self, tensors: Sequence[torch.Tensor], buffer: FullBuffer) -> bool:
         """Whether exactly these objects are in place, still lying in ``buffer``."""
@@ -338,7 +305,7 @@ class FlatParamHandle:
             return False
         if not self.local_gradients:
             self._check_gradients()
-        if list(map(torch.Tensor.data_ptr, self.watched)) == self._addresses:
+        if list(map(torch.Tensor.data_ptr, self.optimizer_params)) == self._addresses:
             found = map(operator.getitem, self._containers, self._keys)
             try:
                 if not any(map(operator.is_not, found, self._visible)):
@@ -353,9 +320,9 @@ class FlatParamHandle:
         return True
 
     def _check_gradients(self) -> None:
-        for index, gradient in enumerate(map(_GRADIENT, self.watched)):
+        for index, gradient in enumerate(map(_GRADIENT, self.optimizer_params)):
             if gradient is not None and gradient.shape != self._expected[index].shape:
-                where = self.where(self.watched[index])
+                where = self.where(self.optimizer_params[index])
                 check_shape("gradient", where, self._expected[index], gradient)
 
     def where(self, parameter: nn.Parameter) -> ParameterLocation | nn.Module:
@@ -397,24 +364,25 @@ class FlatParamHandle:
 
     def buffer(self, dtype: torch.dtype) -> FullBuffer:
         """The full buffer of ``dtype``, made at its first use."""
-        buffer = self._buffers.get(dtype)
+        buffer = self.full_buffers.get(dtype)
         if buffer is None:
-            if self.layout.world_size == 1 and self._stands(dtype):
-                buffer = ShardBackedBuffer(self.layout, self.shard_tensor, self.distributions)
+            layout, shard, distributions = self.layout, self.shard_tensor, self.distributions
+            if layout.world_size == 1 and self._stands(dtype):
+                buffer = ShardBackedBuffer(layout, shard, distributions)
             else:
-                buffer = FullBuffer(self.layout, self.rank, dtype, self.device, self.distributions)
-            self._buffers[dtype] = buffer
+                buffer = FullBuffer(layout, self.rank, shard, dtype, self.device, distributions)
+            self.full_buffers[dtype] = buffer
         return buffer
 
     def allocated_buffer(self) -> FullBuffer | None:
         """The full buffer that has memory now, if one has."""
-        return next((b for b in self._buffers.values() if b.is_allocated), None)
+        return next((b for b in self.full_buffers.values() if b.is_allocated), None)
 
     def reduce_buffer(self, dtype: torch.dtype) -> ReduceBuffer:
         """The buffer that gradients are reduced from in ``dtype``, made at its first use."""
-        buffer = self._reduce_buffers.get(dtype)
+        buffer = self.reduce_buffers.get(dtype)
         if buffer is None:
-            buffer = self._reduce_buffers[dtype] = ReduceBuffer(self.layout, dtype, self.device)
+            buffer = self.reduce_buffers[dtype] = ReduceBuffer(self.layout, dtype, self.device)
         return buffer
 
     def _stands(self, dtype: torch.dtype) -> bool:
@@ -422,8 +390,8 @@ class FlatParamHandle:
 
     def forget_buffers(self) -> None:
         """Make new buffers at the next use."""
-        self._buffers.clear()
-        self._reduce_buffers.clear()
+        self.full_buffers.clear()
+        self.reduce_buffers.clear()
         self._presence = None
 
     @property
@@ -432,15 +400,6 @@ class FlatParamHandle:
         if self._presence is None:
             self._presence = Presence(self.layout, self.dtypes.reduce, self.device)
         return self._presence
-
-    def gather_input(self, buffer: FullBuffer) -> torch.Tensor:
-        """What this rank contributes to a gather into ``buffer``, in its dtype, on its device."""
-        shard = self.shard_tensor
-        if shard.dtype == buffer.flat.dtype and shard.device == buffer.flat.device:
-            return shard
-        # Cast (or upload) straight into this rank's slice: no memory beside the buffer's own.
-        buffer.own.copy_(shard, non_blocking=True)
-        return buffer.own
 
     def cut(self, flat: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """``flat`` (a shard, or all of it when nothing is sharded) cut along the parameters.
@@ -455,16 +414,24 @@ class FlatParamHandle:
 
     # -- the user's view ----------------------------------------------------------------------
 
+    def received(self) -> list[nn.Parameter]:
+        """The parameters that the running backward has put gradients on, each once."""
+        return list(dict.fromkeys(self._received))
+
+    def show_local_gradients(self, shown: bool) -> None:
+        """Let the user see unreduced gradients from now on, or reduced ones again."""
+        self.local_gradients = shown
+
     @property
     def keeps_local_gradients(self) -> bool:
         """Whether there are unreduced gradients: the user may have cleared them since."""
-        return self.local_gradients and any(p.grad is not None for p in self.watched)
+        return self.local_gradients and any(p.grad is not None for p in self.optimizer_params)
 
     @property
     def trainable(self) -> tuple[bool, ...]:
         """Per parameter, whether it takes part in training now."""
         if self.use_orig_params:
-            return tuple(map(_REQUIRES_GRAD, self.params))
+            return tuple(map(REQUIRES_GRAD, self.params))
         return (self.flat_param.requires_grad,) * len(self.layout.slots)
 
     @property
@@ -475,48 +442,20 @@ class FlatParamHandle:
     @property
     def has_trainable(self) -> bool:
         """Whether any of them does."""
-        return any(map(_REQUIRES_GRAD, self.watched))
+        return any(map(REQUIRES_GRAD, self.optimizer_params))
 
     # -- copies and pickles -------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         """What a handle is, without the views and buffers that follow from it."""
-        buffers = {"_buffers", "_reduce_buffers", "_presence"}
+        buffers = {"full_buffers", "reduce_buffers", "_presence"}
         views = {"sharded", "_containers", "_keys", "_visible", "watched", "_expected"}
-        derived = {*buffers, *views}
+        derived = {*buffers, *views, "_received", "receive", "forget_received"}
         return {key: value for key, value in self.__dict__.items() if key not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._buffers, self._reduce_buffers, self._presence = {}, {}, None
+        self.full_buffers, self.reduce_buffers, self._presence = {}, {}, None
+        self._note_received()
         self.flat_param.data = self.shard_tensor
         self.rebind()
-
-
-def parameter_at(place: ParameterLocation) -> nn.Parameter:
-    """The parameter that stands at ``place``; refuses (RuntimeError) that there is none."""
-    found = place.module._parameters.get(place.name)
-    if found is None:
-        raise RuntimeError(
-            f"Parameter {place.path!r} was removed from its {type(place.module).__name__} after "
-            "wrapping, which still manages it: remove parameters, or register what replaces them "
-            "(pruning, parametrizations, adapters), before wrapping"
-        )
-    if not isinstance(found, nn.Parameter):
-        raise RuntimeError(
-            f"Parameter {place.path!r} is replaced by a plain tensor, as by functional_call. Its "
-            "values would stay: call functional_call on a module inside of the unit, in its "
-            "forward, or replace the parameter by an nn.Parameter"
-        )
-    return found
-
-
-def check_shape(what: str, where: Any, expected: torch.Tensor, given: torch.Tensor) -> None:
-    """Refuse a replacement whose shape is not that of this rank's piece."""
-    if expected.shape != given.shape:
-        path = where.path if isinstance(where, ParameterLocation) else type(where).__name__
-        raise RuntimeError(
-            f"Cannot writeback when the {what} shape changes\n"
-            f"Expects {expected.shape} but got {given.shape} for {path}: outside forward a rank "
-            "may replace its own piece only; use summon_full_params to change whole parameters"
-        )
