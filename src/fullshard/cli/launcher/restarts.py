@@ -1,9 +1,9 @@
-"""Between two attempts of the elastic launcher: why there is another one, or why there is none.
+"""Reporting restarts of the elastic launcher, and preventing useless ones.
 
-The launcher itself tells of a failure only when it starts ranks no more, and starts them again
-whatever the failure was, after half a minute if one of them does not end when it is told to. It
-has no way to be asked for more than the method that its agents override; where a version of torch
-has another one, ranks run all the same, and less is said.
+The launcher reports a failure only when no restarts are left. It restarts ranks after any failure,
+and waits half a minute if one of them does not react to SIGTERM. It has no public hook for this, so
+a method of its agent is wrapped; with a version of torch that has another method, ranks run all the
+same and less is reported.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .hosts import HostsLost, watch_of
 
 __all__ = ["Attempts", "attempts_watched"]
 
-#: The agent's method that looks at the ranks, and its number of restarts that are left.
+#: The agent's method that polls the ranks, and its attribute with the restarts that are left.
 _LOOKS = "_monitor_workers"
 _RESTARTS = "_remaining_restarts"
-#: The agent's ranks, and seconds in which they must end after one of them failed. Whatever they
-#: would do in more, such as to save, they would have to do with that one.
+#: The agent's attribute with its ranks, and the seconds that ranks have to stop after a failure.
+#: More time is of no use: to save, for example, they would need the rank that failed.
 _RANKS = "_pcontext"
 _STARTED = "subprocess_handlers"
 _SECONDS_TO_END = 5
@@ -46,10 +46,10 @@ class Attempts:
 
 @contextlib.contextmanager
 def attempts_watched(soon: Sequence[signal.Signals] = ()) -> Iterator[Attempts]:
-    """Inside the context, say why ranks are started again, soon, and do not after bad input.
+    """Inside the context, report why ranks restart, restart soon, and never after bad input.
 
     An attempt also fails when another host is lost. ``soon`` are signals after which ranks have no
-    more time to end than after a failure.
+    more time to stop than after a failure.
     """
     attempts = Attempts()
     look = vars(LocalElasticAgent).get(_LOOKS)
@@ -60,7 +60,7 @@ def attempts_watched(soon: Sequence[signal.Signals] = ()) -> Iterator[Attempts]:
     def look_closely(agent: Any, *arguments: Any, **options: Any) -> Any:
         _hasten_end(agent, soon, attempts)
         result = look(agent, *arguments, **options)
-        # A torch that is other than expected must not end a run that would go on.
+        # A version of torch with other internals must not end the run.
         with contextlib.suppress(AttributeError, TypeError):
             _after_look(agent, result, attempts)
             tell_of_early_ends(agent, getattr(agent, _RANKS))
@@ -76,7 +76,7 @@ def attempts_watched(soon: Sequence[signal.Signals] = ()) -> Iterator[Attempts]:
 
 
 def _hasten_end(agent: Any, soon: Sequence[signal.Signals], attempts: Attempts) -> None:
-    """Have ranks be killed soon where they were not ended by a signal to the launcher."""
+    """Shorten the time to kill ranks, unless a signal to the launcher stops them."""
     ranks: Any = getattr(agent, _RANKS, None)
     close = getattr(ranks, "close", None)
     if close is None or "close" in vars(ranks):
