@@ -24,7 +24,7 @@ from .api import (
     StateDictSettings,
     StateDictType,
 )
-from .engine.agreement import RanksDisagreeError
+from .engine.disagreement import RankLostError, RanksDisagreeError
 from .engine.flat_param import FlatParameter
 from .fsdp import FullyShardedDataParallel, UnshardHandle, register_fsdp_forward_method
 from .grad.scaler import ShardedGradScaler
@@ -56,6 +56,7 @@ __all__ = [
     "MixedPrecision",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "RankLostError",
     "RanksDisagreeError",
     "SaveHandle",
     "ShardedGradScaler",
