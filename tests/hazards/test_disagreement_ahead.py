@@ -63,7 +63,7 @@ def test_a_rank_that_runs_ahead_raises_at_its_next_operation() -> None:
 
 @ranks(3)
 def test_a_rank_that_computes_for_long_is_waited_for() -> None:
-    agreement, group, watcher = watched_agreement()
+    agreement, _group, watcher = watched_agreement()
     begin(agreement)
     if dist.get_rank() == 0:
         time.sleep(3)
