@@ -142,7 +142,7 @@ class Agreement:
 
     def wait(self, work: Any) -> None:
         """Wait for a collective; look around when it takes suspiciously long."""
-        patience, waited = PATIENCE, 0.0
+        patience, began, looked = PATIENCE, 0.0, False
         while True:
             try:
                 work.wait(timedelta(seconds=patience))
@@ -158,10 +158,11 @@ class Agreement:
                 except RuntimeError as error:
                     self.explain(error)
                 break
-            waited += patience
-            self.look(waited)
-            patience = _LOOK_EVERY
-        if waited:
+            # Not read before it has to be: most collectives come in time.
+            began = began or time.monotonic() - patience
+            self.look(time.monotonic() - began)
+            patience, looked = _LOOK_EVERY, True
+        if looked:
             self.close()
 
     def explain(self, error: RuntimeError) -> NoReturn:
@@ -262,13 +263,14 @@ class Agreement:
         self._previous_key = key
 
     def _wait_for_all(self, key: str, operation: Operation) -> None:
-        waited, pause = PATIENCE, max(_LOOK_EVERY, 50 * _PER_RANK * self._world_size)
-        next_question = waited
+        began = time.monotonic() - PATIENCE
+        pause = max(_LOOK_EVERY, 50 * _PER_RANK * self._world_size)
+        waited = next_question = PATIENCE
         while True:
             self.look(waited)
             time.sleep(_LOOK_EVERY)
-            waited += _LOOK_EVERY
-            if waited >= next_question:
+            waited = time.monotonic() - began
+            if waited >= next_question and self.inquiry.store_answers():
                 next_question = waited + pause
                 if self._store.check([f"{key}/go"]):
                     self.close()
@@ -318,10 +320,13 @@ class Agreement:
         """Take part in the inquiry into what this rank waits for; raise what comes of it."""
         if self.also_look is not None:
             self.also_look()
+        tells = waited >= TELL_AFTER and self._place > self._told
+        if not self.inquiry.is_due and not tells:
+            return
         history = self.history()
         try:
             verdict = self.inquiry.look(history)
-            if verdict is None:
+            if verdict is None and tells:
                 self._tell(waited, *history[-1])
         except RuntimeError:
             verdict = self.inquiry.look_without_store(history)
@@ -329,6 +334,10 @@ class Agreement:
                 raise
         if verdict is not None:
             raise verdict.error() from None
+
+    @property
+    def _place(self) -> int:
+        return self.order.count - (self._waiting is None)
 
     def close(self) -> None:
         """What was waited for has come."""
@@ -338,8 +347,6 @@ class Agreement:
 
     def _tell(self, waited: float, place: int, operation: Operation) -> None:
         """Say once for whom this rank waits, as far as the examiner knows."""
-        if waited < TELL_AFTER or place <= self._told:
-            return
         awaited = self.inquiry.awaited()
         if awaited is None:
             return

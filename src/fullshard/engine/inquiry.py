@@ -65,12 +65,22 @@ class Inquiry:
         self.verdict: Verdict | None = None
         #: Ranks that said that they end, by their number in the group, and with which error.
         self._departed: dict[int, str] = {}
+        #: Who is waited for when the store itself does not answer.
+        self._silent_store: str | None = None
         self._is_open = False
-        self._posted_place: int | None = None
         self._examiner: _Examiner | None = None
         self._pulse, self._felt, self._next_look = -1, 0.0, 0.0
+        self._next_question = 0.0
         #: How many requests this rank sent to the store for this, for measurements.
         self.requests = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is anything to do or to say for a rank that waits."""
+        if self.verdict is not None or self._departed or not self._is_open:
+            return True
+        due = self._next_look if self._examiner is None else self._examiner.next_look
+        return time.monotonic() >= due
 
     def look(self, history: list[Place], failed: bool = False) -> Verdict | None:
         """Find out why this rank waits; ``failed``: its collective did, so that somebody is gone.
@@ -81,13 +91,14 @@ class Inquiry:
             self.verdict = self.describe_lost([*self._departed], self._departed, history[-1])
         if self.verdict is not None:
             return self.verdict
-        now = time.monotonic()
-        if not self._is_open or self._posted_place != history[-1][0]:
+        if not self.is_due or not self.store_answers():
+            return None
+        if not self._is_open:
             self._post(history)
+        elif self._examiner is None:
+            self._feel_pulse(time.monotonic())
         if self._examiner is not None:
             self.verdict = self._examiner.look(history, failed)
-        elif now >= self._next_look:
-            self._feel_pulse(now)
         return self.verdict
 
     def close(self) -> None:
@@ -135,10 +146,8 @@ class Inquiry:
         packed = zlib.compress(json.dumps(history).encode(), 1)
         number = self.add("posts", 1)
         self.set(f"post/{number}", b"%d\n" % self._rank + packed)
-        self._posted_place = history[-1][0]
-        if not self._is_open:
-            self._is_open = True
-            self._apply(expected="")
+        self._is_open = True
+        self._apply(expected="")
 
     def _apply(self, expected: str) -> None:
         """Become the examiner, if that is still ``expected``."""
@@ -164,10 +173,36 @@ class Inquiry:
         elif now - self._felt > _NO_PULSE:
             self._apply(expected=self.get("examiner").decode())
 
+    def store_answers(self) -> bool:
+        """Whether a question to the store would not keep this rank waiting.
+
+        It does where the first rank provides the store, and is stopped.
+        """
+        self._silent_store = None
+        if self._rank == 0 or not self.store_ends_with_first or not self.mailboxes:
+            return True
+        found = self.reach([0], {"asked": "answer"})[0]
+        answers = found.answer is not None or found.state is State.ENDED
+        if not answers and self.mailboxes[0].is_reachable:
+            self._silent_store = f"{self.name([0])}\n{self.silence(0)}"
+            return False
+        return True
+
+    def silence(self, rank: int) -> str:
+        return f"{self.name([rank])} is alive and does not answer: stopped, or busy in native code"
+
     def awaited(self) -> str | None:
         """Who is waited for, in the examiner's words."""
+        if self._silent_store is not None:
+            return self._silent_store
         if self._examiner is not None:
             return self._examiner.awaited
+        now = time.monotonic()
+        if now < self._next_question:
+            return None
+        self._next_question = now + self._interval
+        if not self.store_answers():
+            return self._silent_store
         self.requests += 1
         if not self.store.check([f"{_PREFIX}/awaited"]):
             return None
@@ -249,7 +284,7 @@ class _Examiner:
         self._known: dict[bytes, dict[int, Operation]] = {}
         self._departed: dict[int, str] = {}
         self._differ_since: float | None = None
-        self._next_look = self._next_reach = 0.0
+        self.next_look = self._next_reach = 0.0
         self.awaited: str | None = None
 
     def retire(self) -> None:
@@ -262,9 +297,7 @@ class _Examiner:
 
     def look(self, history: list[Place], failed: bool) -> Verdict | None:
         now = time.monotonic()
-        if now < self._next_look:
-            return None
-        self._next_look = now + _EXAMINES_EVERY
+        self.next_look = now + _EXAMINES_EVERY
         self._inquiry.add("pulse", 1)
         self._read_posts()
         self._read_notes()
@@ -339,10 +372,7 @@ class _Examiner:
             elif answer:
                 words.append(f"{self._inquiry.name([rank])} is in {answer['where']}")
             elif found.state is State.THERE:
-                words.append(
-                    f"{self._inquiry.name([rank])} is alive and does not answer: stopped, or busy "
-                    "in native code"
-                )
+                words.append(self._inquiry.silence(rank))
         awaited = self._inquiry.name(ranks) if ranks else ""
         said = f"{awaited}\n{'; '.join(words)}" if awaited else ""
         if said != (self.awaited or ""):
