@@ -7,11 +7,12 @@ For each fault, number of ranks and way of starting them, a small model is train
 from __future__ import annotations
 
 import argparse
+import atexit
+import functools
 import itertools
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = Path(__file__).with_name("faulty_training.py")
+NURSERY = Path(__file__).with_name("fault_nursery.py")
 FAULTS = {
     "skip": "skips a unit",
     "exception": "raises an exception",
@@ -60,13 +62,16 @@ class Case:
     seconds: float = 20.0
 
 
-def run(case: Case, limit: float = 90.0) -> list[Outcome]:
+def run(case: Case, limit: float = 150.0) -> list[Outcome]:
     """Train with a fault; what became of each rank."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        start = _with_launcher if case.launcher else _without_launcher
-        processes, logs = start(case, folder)
-        ends = _await(processes, limit)
+        if case.launcher:
+            logs = [folder / "launcher.log"] * case.ranks
+            ends = [_run_with_launcher(case, folder, limit)] * case.ranks
+        else:
+            logs = [folder / f"rank{rank}.log" for rank in range(case.ranks)]
+            ends = _run_ranks(case, folder, logs, limit)
         return _outcomes(case, folder, ends, logs)
 
 
@@ -77,55 +82,62 @@ def _arguments(case: Case, folder: Path) -> list[str]:
     return words + ["--leave-at-once"] * case.leave_at_once
 
 
-def _without_launcher(case: Case, folder: Path) -> tuple[list[subprocess.Popen[bytes]], list[Path]]:
+def _run_ranks(
+    case: Case, folder: Path, logs: list[Path], limit: float
+) -> list[tuple[float, int | None]]:
+    """Run ranks that nobody watches; when and how each ended."""
     port = _free_port()
-    processes, logs = [], [folder / f"rank{rank}.log" for rank in range(case.ranks)]
-    for rank in range(case.ranks):
-        environment = _environment() | {
+    ranks = []
+    for rank, log in enumerate(logs):
+        environment = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(case.ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        with logs[rank].open("wb") as log:
-            command = [sys.executable, *_arguments(case, folder)]
-            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    return processes, logs
+        arguments = _arguments(case, folder)
+        ranks.append({"environment": environment, "log": str(log), "arguments": arguments})
+    nursery = _nursery()
+    assert nursery.stdin is not None
+    assert nursery.stdout is not None
+    nursery.stdin.write(json.dumps({"ranks": ranks, "limit": limit}) + "\n")
+    nursery.stdin.flush()
+    return [(ended, status) for ended, status in json.loads(nursery.stdout.readline())]
 
 
-def _with_launcher(case: Case, folder: Path) -> tuple[list[subprocess.Popen[bytes]], list[Path]]:
-    log = folder / "launcher.log"
+@functools.cache
+def _nursery() -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, str(NURSERY)],
+        env=_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    # It ends when nothing is left to read.
+    atexit.register(process.communicate)
+    return process
+
+
+def _run_with_launcher(case: Case, folder: Path, limit: float) -> tuple[float, int | None]:
     command = [sys.executable, "-m", "fullshard", "run", "--ranks", str(case.ranks)]
-    with log.open("wb") as output:
+    with (folder / "launcher.log").open("wb") as output:
         process = subprocess.Popen(
             [*command, *_arguments(case, folder)], env=_environment(), stdout=output, stderr=output
         )
-    return [process], [log] * case.ranks
+        try:
+            status: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            status = None
+    return time.time(), status
 
 
 def _environment() -> dict[str, str]:
     kept = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     return {**os.environ, **kept}
-
-
-def _await(
-    processes: list[subprocess.Popen[bytes]], limit: float
-) -> list[tuple[float, int | None]]:
-    """When each process ended, and how; those that have not in time are killed."""
-    deadline = time.time() + limit
-    ends: dict[int, tuple[float, int | None]] = {}
-    while len(ends) < len(processes) and time.time() < deadline:
-        for index, process in enumerate(processes):
-            if index not in ends and process.poll() is not None:
-                ends[index] = time.time(), process.returncode
-        time.sleep(0.02)
-    for index, process in enumerate(processes):
-        if index not in ends:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            ends[index] = time.time(), None
-    return [ends[index] for index in range(len(processes))]
 
 
 def _outcomes(
@@ -140,7 +152,7 @@ def _outcomes(
         raise RuntimeError(f"No fault happened in {case}:\n{logs[0].read_text()[-3000:]}")
     outcomes = []
     for rank, diary in enumerate(diaries):
-        ended, status = ends[0] if case.launcher else ends[rank]
+        ended, status = ends[rank]
         warned = diary.get("warned_at")
         outcomes.append(
             Outcome(
