@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .order_check import agreement_for
+from .order_check import NoAgreement, agreement_for
 from .pending_work import PendingWork, leave_time_at_exit
 
 # torch 2.13 renamed the flat collectives; 2.11 has only the old names, and both are methods of
@@ -48,7 +48,10 @@ class Group:
         self.group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
-        self._agreement = agreement_for(group) if isinstance(group, dist.ProcessGroup) else None
+        is_real = isinstance(group, dist.ProcessGroup)
+        self._agreement = agreement_for(group) if is_real else NoAgreement()
+        #: What all ranks expect; None where nobody checks it.
+        self._order = self._agreement.order
         name = _backend_name(group)
         self._gloo = "gloo" in name
         #: Whether, on an accelerator, the device waits for operations while the host goes on.
@@ -74,17 +77,22 @@ class Group:
 
     def agree(self, verb: str, unit: str, *tensors: torch.Tensor) -> None:
         """Return when all ranks are known to do this next, with tensors of these sizes."""
-        if self._agreement is not None:
-            elements = sum(map(torch.Tensor.numel, tensors))
-            self._settle((verb, unit, elements))
+        order = self._order
+        if order is None:
+            return
+        asked = (verb, unit, sum([tensor.numel() for tensor in tensors]))
+        expected = order.position.following
+        if expected.operation == asked and self.refuse is None:
+            order.position = expected
+        else:
+            self._settle(asked, begins_pass=False)
 
     def begin_pass(self, kind: str, unit: str) -> None:
         """Return when all ranks are known to begin this kind of pass."""
-        if self._agreement is not None:
+        if self._order is not None:
             self._settle((kind, unit, 0), begins_pass=True)
 
-    def _settle(self, asked: tuple[str, str, int], begins_pass: bool = False) -> None:
-        assert self._agreement is not None
+    def _settle(self, asked: tuple[str, str, int], begins_pass: bool) -> None:
         if self.refuse is not None:
             self.refuse(*asked[:2])
         try:
@@ -97,10 +105,12 @@ class Group:
         """Wait for what was started (on an accelerator: order the current stream)."""
         try:
             for operation in operations:
-                if self._agreement is not None and self._gloo:
+                if self._gloo:
                     self._agreement.wait(operation.work)
                     operation.finish()
                 else:
+                    if self._order is not None:
+                        self._agreement.issued = operation.work
                     operation.work.wait()
         except BaseException:
             _stuck.append(self.group)
