@@ -87,7 +87,7 @@ class Rank:
     def __init__(self, port: int, number: int, ranks: int) -> None:
         self.store = Counted(dist.TCPStore("127.0.0.1", port, is_master=False))
         self.number = number
-        self.agreement: Any = Agreement(self.store, number, ranks)
+        self.agreement = Agreement(self.store, number, ranks)
         self.plane: Any = SameProgram()
         self.agreement._announcements = self.plane  # type: ignore[assignment]
         self.address = own_mailbox("127.0.0.1").open_for(self.agreement)
