@@ -51,9 +51,7 @@ class StateDicts(nn.Module):
         for wrapper in below:
             known.update(wrapper._unit_hooks.order)
         known.update(order)
-        state = UnitState(self)
-        if below:
-            state.include_part_groups([wrapper._unit_state for wrapper in below])
+        state = UnitState(self, [wrapper._unit_state for wrapper in below])
         hooks = UnitHooks(state, modules, known)
         # Past nn.Module.__setattr__, which is slow and has nothing to register here.
         self.__dict__.update(_unit_state=state, _unit_hooks=hooks, _load_errors=[])

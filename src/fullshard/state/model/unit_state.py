@@ -18,6 +18,7 @@ from ...api import (
     StateDictSettings,
     StateDictType,
 )
+from ...engine.comm.collectives import Group
 from ...engine.params.handle import FlatParamHandle
 from ...engine.params.tensor_parallel import Distribution, local_part
 from ...engine.runtime.forward import Schedule
@@ -34,7 +35,7 @@ Values = dict[nn.Module, dict[str, Any]]
 class UnitState:
     """One unit's state dict settings, and the values that it saves; its wrapper owns it."""
 
-    def __init__(self, wrapper: Any) -> None:
+    def __init__(self, wrapper: Any, nested: Iterable[UnitState]) -> None:
         self.settings = StateDictSettings(
             StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
         )
@@ -47,21 +48,17 @@ class UnitState:
             for index, places in enumerate(handle.places):
                 for place in places:
                     self.managed.setdefault(place.module, {})[place.name] = (handle, index)
+        groups = [
+            group
+            for handle in self.unit.handles
+            for distribution in handle.distributions
+            if distribution is not None
+            for group in distribution.groups
+        ]
+        for state in nested:
+            groups += state.part_groups
         #: The process groups of tensor parallelism, of this unit's parameters and nested units'.
-        self.part_groups = tuple(
-            dict.fromkeys(
-                group
-                for handle in self.unit.handles
-                for distribution in handle.distributions
-                if distribution is not None
-                for group in distribution.groups
-            )
-        )
-
-    def include_part_groups(self, nested: Iterable[UnitState]) -> None:
-        """Add the process groups of nested units' tensor parallelism."""
-        groups = [*self.part_groups, *(group for state in nested for group in state.part_groups)]
-        self.part_groups = tuple(dict.fromkeys(groups))
+        self.part_groups: tuple[Group, ...] = tuple(dict.fromkeys(groups))
 
     def use_settings(self, settings: StateDictSettings) -> None:
         """Save and load state dicts of another type from now on."""
