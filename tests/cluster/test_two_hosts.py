@@ -7,15 +7,13 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from tests.cluster import program
 from tests.cluster.hosts import TwoHosts, two_hosts, why_not
-
-import fullshard
 
 _REASON = why_not()
 pytestmark = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
@@ -40,7 +38,12 @@ class Run:
     """``fullshard run`` on both hosts, each with two ranks of ``program.py``."""
 
     def __init__(
-        self, hosts: TwoHosts, folder: Path, options: Callable[[int], list[str]], *words: str
+        self,
+        hosts: TwoHosts,
+        folder: Path,
+        options: Callable[[int], list[str]],
+        *words: str,
+        before: Sequence[str] = (),
     ) -> None:
         self.folder = folder
         self.outputs = [folder / f"{host.name}.log" for host in hosts]
@@ -57,7 +60,9 @@ class Run:
             ]
             with output.open("w") as file:
                 self.launchers.append(
-                    host.start([*command, *options(number), *words], stdout=file, stderr=file)
+                    host.start(
+                        [*before, *command, *options(number), *words], stdout=file, stderr=file
+                    )
                 )
 
     def said(self) -> list[str]:
@@ -238,23 +243,19 @@ def test_a_host_whose_ranks_fail_because_others_did_says_what_failed_there(
 def test_a_folder_that_each_host_has_for_itself_makes_a_save_fail_on_all_of_them(
     hosts: TwoHosts, tmp_path: Path
 ) -> None:
-    file = tmp_path / "apart.py"
-    file.write_text(
-        "import socket, sys\n"
-        f"sys.path.insert(0, {str(Path(PROGRAM).parent)!r})\n"
-        "from pathlib import Path\n"
-        "import program\n"
-        "folder = Path(sys.argv[1], socket.gethostname())\n"
-        "folder.mkdir(exist_ok=True)\n"
-        "program.main(folder, 'FULL_SHARD', 1, 0.0, 1)\n"
-    )
-    run = Run(hosts, tmp_path, at_a_store(hosts), str(file), str(tmp_path))
+    folder = tmp_path / "not shared"
+    folder.mkdir()
+    words = [PROGRAM, str(folder), "FULL_SHARD", "1", "0", "1"]
+    # The same path on both hosts, with a file system of its own behind it on each, which ends with
+    # its host: checkpoints in it are listed before.
+    alone = 'mount -t tmpfs none "$0" && "$@"; status=$?; find "$0" -name "step-*"; exit $status'
+    run = Run(hosts, tmp_path, at_a_store(hosts), *words, before=["sh", "-c", alone, str(folder)])
 
     assert run.wait() == [1, 1], run.said()
 
-    for said, host in zip(run.said(), hosts, strict=True):
-        assert "CheckpointError" in said
-        assert fullshard.latest(tmp_path / host.name / "checkpoints") is None
+    for said in run.said():
+        assert "step-00000001 could not be written. On rank 2: FileNotFoundError" in said
+        assert str(folder / "checkpoints" / "step-00000001") not in said.splitlines()
 
 
 def processes_on(namespace: str) -> list[int]:
