@@ -28,7 +28,6 @@ import torch.distributed as dist
 
 from ..comm.collectives import Group
 from ..comm.order_check import LAST_RESORT, PATIENCE, Agreement, RanksDisagreeError, agreement_for
-from ..comm.pending_work import PendingWork
 from .gradient_marks import GradientMarks, Since
 
 if TYPE_CHECKING:
@@ -159,7 +158,7 @@ class CountingGroup(dist.ProcessGroup):
     def _count(self, tensors: list[torch.Tensor], options: Any) -> None:
         self._before(tensors[0])
         # Here, as one waits for other collectives: Join itself would not look at the others.
-        self._group.wait(PendingWork(self._group.group.allreduce(tensors, options)))
+        self._group.wait(self._group.pending(self._group.group.allreduce(tensors, options)))
 
     def raise_error(self) -> None:
         """Raise what went wrong."""
