@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -34,6 +35,7 @@ def losses_in(log: Path) -> dict[int, str]:
     return {int(step): loss for step, loss in re.findall(r"^step (\d+) loss (\S+)$", said, re.M)}
 
 
+@pytest.mark.skipif("FULLSHARD_LONG" not in os.environ, reason="takes long: set FULLSHARD_LONG=1")
 def test_a_job_on_two_nodes_that_slurm_signals_saves_is_requeued_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

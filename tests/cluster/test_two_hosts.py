@@ -240,6 +240,7 @@ def test_a_host_whose_ranks_fail_because_others_did_says_what_failed_there(
     assert cause in second.splitlines()
 
 
+@LONG
 def test_a_folder_that_each_host_has_for_itself_makes_a_save_fail_on_all_of_them(
     hosts: TwoHosts, tmp_path: Path
 ) -> None:

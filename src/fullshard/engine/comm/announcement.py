@@ -71,7 +71,7 @@ class Announcements:
     def _finish(self, work: Any, *tensors: torch.Tensor) -> None:
         if self._kind == "cpu":
             started = PendingWork(work, tensors)
-            # Nothing but what is waited for may hold the work: see started.py.
+            # Nothing but what is waited for may hold the work: see ``pending_work.py``.
             del work, tensors
             self._wait_on_host(started.work)
             started.finish()

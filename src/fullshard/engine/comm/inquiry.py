@@ -159,8 +159,11 @@ class Inquiry:
 
     @property
     def _interval(self) -> float:
-        if self.mailboxes:
-            return _FEELS_PULSE_EVERY
+        return _FEELS_PULSE_EVERY if self.mailboxes else self._store_interval
+
+    @property
+    def _store_interval(self) -> float:
+        """Seconds between two questions of a rank that the store can bear from all ranks."""
         return max(_EXAMINES_EVERY, _PER_THOUSAND_RANKS * len(self._names) / 1000)
 
     def _feel_pulse(self, now: float) -> None:
@@ -200,7 +203,8 @@ class Inquiry:
         now = time.monotonic()
         if now < self._next_question:
             return None
-        self._next_question = now + self._interval
+        # The examiner mostly knows by now. Where it does not yet, it will in a moment.
+        self._next_question = now + self._store_interval
         if not self.store_answers():
             return self._silent_store
         self.requests += 1
