@@ -53,7 +53,10 @@ PHASES: dict[str, tuple[str, ...]] = {
     "write-back check": ("engine.runtime.unit:Unit.write_back",),
     "unshard: streams": ("engine.runtime.unit:Unit.start_unshard",),
     "unshard: allocate, cast": ("engine.runtime.unit:Unit._fill",),
-    "unshard: all-gather": ("engine.comm.collectives:Group.gather",),
+    "unshard: all-gather": (
+        "engine.comm.collectives:Group.gather",
+        "engine.comm.gloo:GlooGroup.gather",
+    ),
     "unshard: wait": ("engine.runtime.unit:Unit._wait",),
     "unshard: finish": ("engine.runtime.unit:Unit.finish_unshard",),
     "agree": ("engine.comm.collectives:Group.agree", "engine.comm.collectives:Group.begin_pass"),
@@ -90,7 +93,8 @@ PHASES: dict[str, tuple[str, ...]] = {
     ),
     "reduce: collective": (
         "engine.comm.collectives:Group.start_reduce_scatter",
-        "engine.comm.collectives:Group._add_up",
+        "engine.comm.gloo:GlooGroup.start_reduce_scatter",
+        "engine.comm.gloo:GlooGroup._add_up",
         "engine.comm.collectives:Group.start_all_reduce",
         "engine.comm.collectives:Group.all_reduce",
     ),

@@ -1,9 +1,9 @@
 """LoRA: train small adapters inside a frozen model. Run it with: python examples/lora.py
 
-The base is in bfloat16 and frozen; every linear of a block gets an adapter in float32 beside it.
-One unit per block, no further care: fullshard keeps the two kinds apart, so that gradients and
-optimizer state exist for the adapters alone. The same model is then fine-tuned as a whole, and
-what each of the two takes on a rank is printed side by side.
+The base model is in bfloat16 and frozen; every linear of a block gets an adapter in float32. Each
+block is one unit: fullshard flattens frozen and trainable parameters separately, so gradients and
+optimizer state exist for the adapters only. The script then fine-tunes the whole model, and prints
+the memory that both take on a rank.
 """
 
 import argparse
@@ -28,7 +28,7 @@ TOKENS, WIDTH, HEADS, LAYERS, CONTEXT, BATCH = 64, 256, 4, 4, 32, 8
 
 
 class Block(nn.Module):
-    """Attention and two linears, each beside the residual stream."""
+    """A transformer block: attention and an MLP, each with a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class GPT(nn.Module):
 
 
 class LoRA(nn.Module):
-    """A linear as it was, plus a product of two small matrices that starts at zero."""
+    """A frozen linear plus a trainable product of two small matrices, which starts at zero."""
 
     def __init__(self, base: nn.Linear, rank: int = 8, scale: float = 2.0) -> None:
         super().__init__()
@@ -94,13 +94,13 @@ def build(lora: bool) -> FSDP:
     model = GPT().to(torch.bfloat16)
     if lora:
         add_adapters(model)
-    # A warning that gradients of frozen parameters take memory: not here, as the table shows.
+    # torch's message warns of gradient memory for frozen parameters, which fullshard does not use.
     warnings.filterwarnings("ignore", message=".*both parameters with requires_grad=True and False")
     return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
 
 
 def batch_of(data: torch.Generator) -> torch.Tensor:
-    """Sequences in which every token follows from the one before."""
+    """Sequences in which every token is determined by the one before it."""
     tokens = torch.randint(TOKENS, (BATCH, 1), generator=data)
     for _ in range(CONTEXT):
         tokens = torch.cat([tokens, (5 * tokens[:, -1:] + 3) % TOKENS], dim=1)
@@ -115,7 +115,7 @@ def train(lora: bool, steps: int) -> dict[str, int]:
     watch = FullBuffers(model)
     for step in range(1, steps + 1):
         tokens = batch_of(data)
-        # Watching costs time: only the last step is watched.
+        # Measuring slows a step down, so only the last step is measured.
         with watch if step == steps else torch.enable_grad():
             logits = model(tokens[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
@@ -139,7 +139,7 @@ def train(lora: bool, steps: int) -> dict[str, int]:
 
 
 def size_of(tensors: Any) -> int:
-    """Bytes of the memory behind ``tensors``, that of one storage counted once."""
+    """The bytes of the storages behind ``tensors``, each counted once."""
     storages = [t.untyped_storage() for t in tensors if t is not None]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
@@ -151,9 +151,9 @@ def sum_over_ranks(number: int) -> int:
 
 
 class FullBuffers(TorchDispatchMode):
-    """Looks, at every operation, how large the gathered parameters and unreduced gradients are.
+    """Measures unsharded parameters and unreduced gradients at every operation.
 
-    Units do not tell that in public; a look at their buffers is exact, whoever holds them.
+    Units have no public attribute for that, so this reads the sizes of their buffers.
     """
 
     def __init__(self, model: FSDP) -> None:

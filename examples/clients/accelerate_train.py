@@ -3,7 +3,7 @@
     fullshard run --ranks 1 examples/clients/accelerate_train.py          # one rank per GPU
     fullshard run --ranks 2 examples/clients/accelerate_train.py --cpu    # or without a GPU
 
-accelerate takes FSDP into account only where it finds a GPU; with ``--cpu`` it is told to do so.
+accelerate uses FSDP only if it finds a GPU; ``--cpu`` makes it use FSDP on a CPU.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def make_accelerator(cpu: bool, precision: str, state_dict_type: str) -> Acceler
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         state_dict_type=state_dict_type,
         activation_checkpointing=True,
-        use_orig_params=True,  # the optimizer may be made before the model is wrapped
+        use_orig_params=True,  # the optimizer may be created before the model is wrapped
     )
     accelerator = Accelerator(cpu=cpu, fsdp_plugin=plugin, mixed_precision=precision)
     if accelerator.distributed_type is not DistributedType.FSDP:
@@ -60,7 +60,7 @@ def step(accelerator: Accelerator, model: FSDP, optimizer: Any, number: int) -> 
 
 
 def save_and_load(accelerator: Accelerator, model: FSDP, optimizer: Any) -> None:
-    """Save model and optimizer, train on, load, and expect the same losses when training on."""
+    """Save model and optimizer, train, load them, train again, and expect the same losses."""
     folder = broadcast_object_list([tempfile.mkdtemp()])[0]
     accelerator.save_state(folder)
     expected = [step(accelerator, model, optimizer, number) for number in (50, 51, 52)]

@@ -1,9 +1,9 @@
-"""Lightning's FSDP strategy on fullshard: training, a checkpoint, and going on from it.
+"""Lightning's FSDP strategy on fullshard: training, a checkpoint, and resuming from it.
 
     fullshard run --ranks 1 examples/clients/lightning_train.py          # one rank per GPU
     fullshard run --ranks 2 examples/clients/lightning_train.py --cpu    # or without a GPU
 
-Lightning refuses its strategy without a GPU, but not a class derived from it.
+Lightning rejects its FSDP strategy without a GPU, but not a subclass of it.
 """
 
 import argparse
@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class AnywhereStrategy(FSDPStrategy):
-    """The strategy itself, under a name that Lightning does not tie to a GPU."""
+    """A subclass of the strategy, which Lightning accepts without a GPU."""
 
 
 class Block(nn.Module):
-    """Two linears beside the residual stream."""
+    """An MLP with a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Regression(lightning.LightningModule):
-    """Learns the sum of its inputs, and keeps the losses of its steps."""
+    """Learns the sum of its inputs, and records the loss of each step."""
 
     def __init__(self) -> None:
         super().__init__()

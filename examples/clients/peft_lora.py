@@ -1,9 +1,9 @@
-"""LoRA adapters of PEFT inside a frozen Llama, sharded in two ways, beside the bare model.
+"""LoRA adapters of PEFT inside a frozen Llama, sharded in two ways, and compared unsharded.
 
     fullshard run --ranks 2 examples/clients/peft_lora.py
 
-With ``use_orig_params=True`` a unit per layer holds frozen and trainable parameters together;
-PEFT's own policy makes units of the adapters instead, and needs no original parameters.
+With ``use_orig_params=True``, each layer is a unit with frozen and trainable parameters. PEFT's own
+policy makes the adapters units instead, and works without original parameters.
 """
 
 import warnings

@@ -1,11 +1,11 @@
-"""Hugging Face models, wrapped by their layer class, trained beside the same model unwrapped.
+"""Hugging Face models, wrapped by layer class, and compared with the same models unwrapped.
 
     fullshard run --ranks 2 examples/clients/transformers_train.py
 
-A Llama and a T5, whose embedding is shared by encoder, decoder and head, are built from a tiny
-configuration. Only names of torch and transformers are used: ``fullshard run`` puts fullshard in
-the place of torch's wrapper. The bare model sees the batches of all ranks at once, so that both
-columns of losses must be the same.
+The script builds a Llama and a T5, whose embedding is shared by encoder, decoder and head, from
+tiny configurations. It uses names of torch and transformers only: ``fullshard run`` replaces
+torch's wrapper by fullshard's. The unwrapped model sees the batches of all ranks at once, so both
+columns of losses must be equal.
 """
 
 import torch

@@ -24,12 +24,13 @@ from .api import (
     StateDictSettings,
     StateDictType,
 )
-from .engine.comm.order_check import RanksDisagreeError
+from .engine.comm.disagreement import RankLostError, RanksDisagreeError
 from .engine.params.flat_parameter import FlatParameter
 from .forward_method import register_fsdp_forward_method
 from .fsdp import FullyShardedDataParallel, UnshardHandle
 from .grad.scaler import ShardedGradScaler
-from .state.optim.template import optim_state_template
+from .state.optim.methods import optim_state_template
+from .stopping import StopRequest
 
 if TYPE_CHECKING:
     from .per_parameter.fully_shard import fully_shard
@@ -70,6 +71,7 @@ __all__ = [
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "RankLostError",
     "RanksDisagreeError",
     "SaveHandle",
     "ShardedGradScaler",
@@ -79,6 +81,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "StopRequest",
     "UnshardHandle",
     "export_safetensors",
     "fully_shard",

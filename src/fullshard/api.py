@@ -35,17 +35,18 @@ __all__ = [
 
 
 class ShardingStrategy(Enum):
-    """What is split over the ranks, and when full parameters are given back.
+    """The choice of what is sharded across ranks, and of when units reshard.
 
     ``FULL_SHARD``
-        Parameters, gradients and optimizer state are sharded; full parameters are freed after
-        forward and gathered again for backward.
+        Parameters, gradients and optimizer state are sharded. A unit reshards its parameters after
+        forward and all-gathers them again for backward.
     ``SHARD_GRAD_OP``
-        As above, but full parameters stay between forward and backward.
+        As above, but a unit stays unsharded between forward and backward.
     ``NO_SHARD``
         Every rank keeps everything; gradients are averaged, as in ``DistributedDataParallel``.
     ``HYBRID_SHARD``, ``_HYBRID_SHARD_ZERO2``
-        ``FULL_SHARD`` / ``SHARD_GRAD_OP`` inside a group of ranks (a node), copies across groups.
+        ``FULL_SHARD`` / ``SHARD_GRAD_OP`` within a group of ranks (usually a node), with the shards
+        replicated across groups.
     """
 
     FULL_SHARD = auto()
@@ -55,21 +56,21 @@ class ShardingStrategy(Enum):
     _HYBRID_SHARD_ZERO2 = auto()
 
 
-#: Strategies under which full parameters stay in place between forward and backward.
+#: Strategies under which a unit stays unsharded between forward and backward.
 NO_RESHARD_AFTER_FORWARD_STRATEGIES = (
     ShardingStrategy.SHARD_GRAD_OP,
     ShardingStrategy._HYBRID_SHARD_ZERO2,
 )
 
-#: Strategies that shard inside one group of ranks and keep copies across a second one.
+#: Strategies that shard within one group of ranks and replicate across a second one.
 HYBRID_STRATEGIES = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 class BackwardPrefetch(Enum):
-    """When, in backward, the next unit's parameters are gathered.
+    """The time at which backward prefetches (all-gathers) the parameters of the next unit.
 
-    ``BACKWARD_PRE`` starts before the current unit's gradients are computed (more overlap, one
-    more unit in memory), ``BACKWARD_POST`` after them.
+    ``BACKWARD_PRE`` prefetches before the current unit's gradients are computed (more overlap, one
+    more unit in memory); ``BACKWARD_POST`` prefetches after them.
     """
 
     BACKWARD_PRE = auto()
@@ -78,10 +79,10 @@ class BackwardPrefetch(Enum):
 
 @dataclasses.dataclass
 class MixedPrecision:
-    """The dtypes a unit computes, reduces and keeps its buffers in.
+    """The dtypes in which a unit computes, reduces gradients and keeps its buffers.
 
-    Shards stay in the parameters' own dtype; the optimizer never sees low precision unless
-    ``keep_low_precision_grads`` is set. ``reduce_dtype`` defaults to ``param_dtype``.
+    Shards stay in the parameters' own dtype, and so do the gradients that the optimizer sees,
+    unless ``keep_low_precision_grads`` is set. ``reduce_dtype`` defaults to ``param_dtype``.
 
     >>> MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).reduce_dtype
     torch.float32
@@ -98,13 +99,13 @@ class MixedPrecision:
 
 @dataclasses.dataclass
 class CPUOffload:
-    """Whether shards and gradient shards rest in host memory between uses."""
+    """Options for keeping parameter and gradient shards in host memory between uses."""
 
     offload_params: bool = False
 
 
 class StateDictType(Enum):
-    """The shape in which ``state_dict()`` hands parameters out."""
+    """The form in which ``state_dict()`` returns parameters: full, local or sharded."""
 
     FULL_STATE_DICT = auto()
     LOCAL_STATE_DICT = auto()
@@ -113,61 +114,61 @@ class StateDictType(Enum):
 
 @dataclasses.dataclass
 class StateDictConfig:
-    """What every model state dict can be asked for."""
+    """Options common to all model state dicts."""
 
     offload_to_cpu: bool = False
 
 
 @dataclasses.dataclass
 class FullStateDictConfig(StateDictConfig):
-    """Full parameters, on every rank or on rank 0 alone."""
+    """Options for full parameters, on every rank or on rank 0 only."""
 
     rank0_only: bool = False
 
 
 @dataclasses.dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """This rank's flat shards as they are."""
+    """Options for this rank's flat shards, returned without communication."""
 
 
 @dataclasses.dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """Each parameter as a sharded tensor, to be resharded at load."""
+    """Options for parameters as sharded tensors, which may be loaded on another number of ranks."""
 
     _use_dtensor: bool = False
 
 
 @dataclasses.dataclass
 class OptimStateDictConfig:
-    """What every optimizer state dict can be asked for."""
+    """Options common to all optimizer state dicts."""
 
     offload_to_cpu: bool = True
 
 
 @dataclasses.dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """Full optimizer state, on every rank or on rank 0 alone."""
+    """Options for full optimizer state, on every rank or on rank 0 only."""
 
     rank0_only: bool = False
 
 
 @dataclasses.dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """This rank's optimizer state as it is."""
+    """Options for this rank's optimizer state, returned without communication."""
 
     offload_to_cpu: bool = False
 
 
 @dataclasses.dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """Optimizer state as sharded tensors."""
+    """Options for optimizer state as sharded tensors."""
 
     _use_dtensor: bool = False
 
 
 @dataclasses.dataclass
 class StateDictSettings:
-    """The type and options in force for a module's state dicts."""
+    """The state dict type and options that are currently set for a module."""
 
     state_dict_type: StateDictType
     state_dict_config: StateDictConfig
@@ -175,7 +176,7 @@ class StateDictSettings:
 
 
 class OptimStateKeyType(Enum):
-    """Whether an optimizer state dict is keyed by parameter names or by parameter ids."""
+    """The keys of an optimizer state dict: parameter names or parameter ids."""
 
     PARAM_NAME = auto()
     PARAM_ID = auto()
@@ -187,8 +188,8 @@ Option = TypeVar("Option")
 def adopt(value: Any, kind: type[Option], argument: str) -> Option:
     """Return ``value`` as an instance of our ``kind``, accepting torch's class of the same name.
 
-    Programs hold enum members and option objects made by ``torch.distributed.fsdp`` before
-    fullshard was put in its place; they are equal by name, not by identity.
+    A program may hold enum members and option objects that it made with ``torch.distributed.fsdp``
+    before ``fullshard.compat.install()``. Enum members are matched by name, options by field.
     """
     if isinstance(value, kind):
         return value

@@ -1,4 +1,4 @@
-"""What a wrapper tells about itself: the options it was given and the parts it is made of."""
+"""Read-only attributes of a wrapper: the options it was given and the parts it is made of."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .engine.runtime.unit import Unit
 
 
 class TrainingState(Enum):
-    """What a wrapper is in the middle of."""
+    """The state of a wrapper: idle, in a forward or backward, or inside ``summon_full_params``."""
 
     IDLE = auto()
     FORWARD_BACKWARD = auto()
@@ -25,7 +25,7 @@ class TrainingState(Enum):
 
 
 class UnitFacts(nn.Module):
-    """Read-only views of a wrapper's unit, under the names that programs look for."""
+    """Read-only attributes of a wrapper's unit, under the names that programs already use."""
 
     _unit: Unit
     _schedule: Schedule | None
@@ -37,7 +37,7 @@ class UnitFacts(nn.Module):
 
     @property
     def _inter_node_pg(self) -> Any:
-        """The ranks that hold copies of the same shard, in a hybrid strategy."""
+        """The group of ranks that hold replicas of the same shard; None unless hybrid."""
         return None if self._unit.copies is None else self._unit.copies.group
 
     @property
@@ -86,23 +86,23 @@ class UnitFacts(nn.Module):
 
     @property
     def _all_handles(self) -> list[FlatParamHandle]:
-        """The handles of this wrapper's unit and of those below it."""
+        """The handles of this wrapper's unit and of the units nested in it."""
         return [h for m in self.modules() if isinstance(m, UnitFacts) for h in m._unit.handles]
 
     @property
     def _sync_gradients(self) -> bool:
-        """Whether a backward reduces gradients; False inside ``no_sync``."""
+        """True if backward reduces gradients across ranks; False inside ``no_sync``."""
         return self._unit.syncs_gradients
 
     @property
     def _comm_hook(self) -> Callable[..., Any] | None:
-        """The function that ``register_comm_hook`` was given."""
+        """The hook passed to ``register_comm_hook``."""
         hook = self._unit.reduction.comm_hook
         return None if hook is None else hook.given
 
     @property
     def _comm_hook_state(self) -> object:
-        """What that function is called with."""
+        """The state passed to ``register_comm_hook``, the first argument of the hook."""
         hook = self._unit.reduction.comm_hook
         return None if hook is None else hook.state
 
@@ -112,7 +112,7 @@ class UnitFacts(nn.Module):
 
     @property
     def _is_summoned(self) -> bool:
-        """Whether the wrapper is inside of ``summon_full_params``, also if it has no parameters."""
+        """True inside ``summon_full_params``, even for a unit without parameters."""
         return self._unit.summoning > 0
 
     @property

@@ -283,7 +283,7 @@ class FullyShardedDataParallel(
 
     @property
     def _changes_precision_or_place(self) -> bool:
-        """Whether inputs or buffers of the unit may have to be cast or moved before a forward."""
+        """True if inputs or buffers of the unit may have to be cast or moved before a forward."""
         precision = self.mixed_precision
         return (
             self._unit.device.type != "cpu"
@@ -361,7 +361,7 @@ class FullyShardedDataParallel(
         return [m for m in found if m not in nested]
 
     def check_is_root(self) -> bool:
-        """Whether this wrapper is the outermost one of its model."""
+        """True if this wrapper is the outermost one of its model."""
         if self._outermost() is not self:
             return False
         if self._is_root is None:

@@ -1,4 +1,4 @@
-"""What a wrapper offers for gradients: when they are reduced, by what, and how they are clipped."""
+"""The wrapper's gradient methods: skipping reductions, communication hooks and clipping."""
 
 from __future__ import annotations
 
@@ -29,12 +29,16 @@ class GradientMethods(nn.Module):
         def _outermost(self) -> GradientMethods: ...
 
     def _units(self) -> list[Unit]:
-        """The units below, this wrapper's own first."""
+        """This wrapper's unit, followed by the units nested in it."""
         return [m._unit for m in self.modules() if isinstance(m, GradientMethods)]
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Gradients of backwards inside stay local and whole; the next one outside reduces all."""
+        """Accumulate gradients without communication.
+
+        Inside this context, backward leaves each rank's unsharded gradients on that rank. The first
+        backward after it reduces the accumulated sum.
+        """
         units = self._units()
         before = [unit.syncs_gradients for unit in units]
         for unit in units:
@@ -46,9 +50,10 @@ class GradientMethods(nn.Module):
                 unit.sync_gradients(syncs_gradients)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As for any module; between forward and backward as well.
+        """Reset the gradients of all parameters; this also works between forward and backward.
 
-        There a module may be showing full parameters, which are not those that have gradients.
+        At that point a unit may be unsharded, and its modules then hold full parameters while the
+        gradients belong to the sharded ones.
         """
         showing = [unit for unit in self._units() if unit.shows_full and not unit.summoned]
         hidden = [p for unit in showing for handle in unit.handles for p in handle.optimizer_params]
@@ -58,7 +63,10 @@ class GradientMethods(nn.Module):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Switch what :meth:`no_sync` switches, without a context; with ``recurse`` below, too."""
+        """Turn gradient reduction on or off, as :meth:`no_sync` does, but without a context.
+
+        With ``recurse``, this applies to nested units as well.
+        """
         for unit in self._units() if recurse else [self._unit]:
             unit.sync_gradients(requires_gradient_sync)
 
@@ -66,10 +74,10 @@ class GradientMethods(nn.Module):
     def clip_grad_norm_(
         self, max_norm: float | torch.Tensor, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Scale gradients so that the norm of all of the model's is at most ``max_norm``.
+        """Scale the gradients so that their total norm over all ranks is at most ``max_norm``.
 
-        Returns the norm before scaling, equal on all ranks. To be called on the root, by all
-        ranks, between backward and the optimizer's step.
+        Returns the norm before scaling, which is the same on all ranks. Call it on the root, on
+        every rank, between backward and the optimizer step.
         """
         schedule = self._schedule or self._outermost()._start()
         joining = self._unit.joining
@@ -81,12 +89,13 @@ class GradientMethods(nn.Module):
         return norm
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Have ``hook`` average the gradients of all units, in place of the engine.
+        """Let ``hook`` average the gradients of all units instead of the engine.
 
-        Called as ``hook(state, gradient, shard)`` with a unit's whole flat gradient and the tensor
-        in which to leave this rank's shard of the average; as ``hook(state, gradient)``, in place,
-        under ``NO_SHARD``. Under the hybrid strategies the hook averages inside the sharding group
-        and the engine over the copies. See :mod:`fullshard.grad.hooks` for compressing ones.
+        The hook is called as ``hook(state, gradient, shard)``: it reads a unit's unsharded flat
+        gradient and writes this rank's shard of the average into ``shard``. Under ``NO_SHARD`` it
+        is called as ``hook(state, gradient)`` and works in place. Under the hybrid strategies the
+        hook averages within the sharding group, and the engine across replicas. See
+        :mod:`fullshard.grad.hooks` for hooks that compress.
         """
         units, schedule = self._units(), self._schedule_for_hooks()
         if callable(hook):

@@ -1,4 +1,4 @@
-"""A port that is chosen now, for another process to listen on later. Knows nothing of fullshard."""
+"""Reserving a free TCP port for another process to listen on. Imports nothing of fullshard."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ __all__ = ["reserve_port"]
 
 
 def reserve_port(address: str) -> socket.socket:
-    """A free port that nobody else is given while the socket is open, for others to listen on.
+    """Bind a socket to a free port, so that the system gives that port to nobody else.
 
-    Only on Linux: elsewhere the socket keeps away who asks for its port by number, too. An empty
-    ``address`` stands for all of this machine's.
+    While the socket is open, another process can listen on the port if it asks for it by number.
+    This works on Linux only; elsewhere the open socket blocks that process, too. An empty
+    ``address`` means all addresses of this machine.
     """
     reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # With this option on both sides, a second socket may be bound while this one is idle.
+    # If both sockets set this option, a second one can bind the port while this one only holds it.
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind((address, 0))
     return reserved

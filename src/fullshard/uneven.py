@@ -1,7 +1,7 @@
-"""Training on uneven numbers of batches: the wrapper as torch's ``Join`` sees it.
+"""Uneven inputs: the wrapper's side of ``torch.distributed.algorithms.join.Join``.
 
-A rank without data still holds shards, for which the others need it and which it has to step: so
-``Join`` is given the optimizers.
+A rank that has run out of data still holds shards. The other ranks all-gather them, and only this
+rank can step them, so ``Join`` has to be given the optimizers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MISSING = object()
 
 
 class UnevenInputs(nn.Module):
-    """What ``torch.distributed.algorithms.join.Join`` asks of a model.
+    """The methods that ``torch.distributed.algorithms.join.Join`` calls on a model.
 
     >>> with Join([model], optimizer=optimizer):
     ...     for batch in batches:
@@ -40,7 +40,7 @@ class UnevenInputs(nn.Module):
 
     _schedule: Schedule | None
     _unit: Unit
-    #: Made by :meth:`join_hook`; until the context ends.
+    #: Set by :meth:`join_hook` for as long as the context lasts.
     _joined: _Joined | None = None
 
     if TYPE_CHECKING:
@@ -50,16 +50,18 @@ class UnevenInputs(nn.Module):
         def _start(self) -> Schedule: ...
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What a rank does that has run out of data.
+        """Return the hook that ``Join`` runs on a rank that has run out of data.
 
-        ``Join`` hands on its own keyword arguments: ``optimizer``, one or several, that train the
-        model, or None if nothing is trained; ``lr_scheduler``, one or several, where the optimizers
-        have any; and ``divide_by_initial_world_size``, by default True: gradients are divided by
-        the number of ranks, otherwise by the number of those that still have data.
+        ``Join`` passes its keyword arguments on. ``optimizer`` is the optimizer of the model, a
+        list of them, or None if the model is not trained. ``lr_scheduler`` is the scheduler of
+        those optimizers, or a list; it is required if they have one. By default gradients are
+        divided by the number of ranks; with ``divide_by_initial_world_size=False``, by the number
+        of ranks that still have data.
         """
         if not self.check_is_root():
             raise ValueError(
-                "Join expects the outermost wrapped model, but got a unit inside of it"
+                f"Join expects the root FSDP model, but got the nested unit {self._unit.name!r}. "
+                "Pass the outermost wrapped model to Join"
             )
         optimizers = _optimizers(self, kwargs.get("optimizer", _MISSING))
         schedulers = _schedulers(optimizers, kwargs.get("lr_scheduler", _MISSING))
@@ -72,21 +74,22 @@ class UnevenInputs(nn.Module):
 
     @property
     def join_device(self) -> torch.device:
-        """Where ``Join`` counts ranks."""
+        """The device of the tensor with which ``Join`` counts the ranks that have data."""
         return self._unit.device
 
     @property
     def join_process_group(self) -> Any:
-        """Where ``Join`` counts ranks: among all that share the model."""
+        """The process group in which ``Join`` counts ranks: all ranks that train the model."""
         if self._joined is None:
             return _all_ranks(self._unit).group
         return self._joined.joining.counting_group
 
 
 class _JoinHook(JoinHook):
-    """Held by ``Join`` alone, which tells nobody of an exception that ends its context.
+    """The hook that ``Join`` runs on ranks without data.
 
-    But it is gone then, and this with it.
+    ``Join`` does not tell its joinables when an exception ends the context. ``Join`` alone holds
+    this object, so it is deleted then, and :meth:`__del__` reports the early end to other ranks.
     """
 
     def __init__(self, joined: _Joined) -> None:
@@ -98,12 +101,12 @@ class _JoinHook(JoinHook):
         try:
             self._joined.follow()
         except BaseException:
-            # The exception keeps Join for as long as it is looked at.
+            # The traceback keeps Join, and so this object, alive: do not wait for __del__.
             self._joined.abandon()
             raise
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All ranks have run out of data."""
+        """End the context, once all ranks have run out of data."""
         self._joined.end(is_last_joiner)
 
     def __del__(self) -> None:
@@ -112,7 +115,7 @@ class _JoinHook(JoinHook):
 
 
 class _Joined:
-    """A model in a ``Join``."""
+    """A model inside a ``Join`` context, with its optimizers and schedulers."""
 
     def __init__(
         self,
@@ -137,7 +140,7 @@ class _Joined:
         )
         self._schedule.join(self.joining)
         self._follower = Follower(self._schedule, self._obey)
-        #: What was done to the gradients that an optimizer is stepping with, by its number.
+        #: By optimizer number: how gradients changed between the last backward and this step.
         self._since: dict[int, Since | None] = {}
         self._hooks = [
             handle
@@ -157,8 +160,9 @@ class _Joined:
             return None
         if not config.is_first_joinable:
             raise RuntimeError(
-                "The wrapped model has to be the first in Join's list, and the only one of "
-                "fullshard's there: ranks without data follow one model"
+                "Join expects the fullshard model first in its list of joinables, and only one "
+                "fullshard model in it, because ranks without data follow the steps of one model. "
+                "Use Join([model, ...], optimizer=optimizer) with one wrapped model"
             )
         joinable: Any = self._model
         return Join.notify_join_context(joinable)
@@ -172,7 +176,7 @@ class _Joined:
         self.joining.stepped.add(number)
         since = self._since.pop(number, None)
         if args or kwargs:
-            # A closure ran forward and backward inside of the step.
+            # A closure may have run forward and backward inside the step.
             since = self.joining.since_backward(number)
         self.joining.tell_of_step(number, _options(optimizer), since)
 
@@ -195,10 +199,13 @@ class _Joined:
             _take_options(optimizer, options)
             optimizer.step()
         else:
-            raise AssertionError(f"No such word: {verb}")
+            raise AssertionError(f"Unknown request from a rank with data: {verb!r}")
 
     def _clear_gradients(self, others: dict[int, Since]) -> None:
-        """Do to gradients what ``others`` have done since the last backward, by optimizer."""
+        """Repeat what the ranks in ``others`` did to gradients since the last backward.
+
+        ``others`` is keyed by optimizer number.
+        """
         for number, since in others.items():
             stepped = number in self.joining.stepped
             if since is Since.REMOVED or (since is Since.UNKNOWN and stepped):
@@ -208,9 +215,9 @@ class _Joined:
         self.joining.stepped.clear()
 
     def end(self, is_last_joiner: bool) -> None:
-        """All ranks have run out of data: take over what the last of them did in the end.
+        """Take over optimizer options, scheduler state and gradient resets from the last rank.
 
-        That is to learning rates, and to the gradients of the last step.
+        Called once all ranks have run out of data.
         """
         facts = (
             [_options(optimizer) for optimizer in self._optimizers],
@@ -228,7 +235,7 @@ class _Joined:
         self.leave()
 
     def leave(self) -> None:
-        """Forget the context."""
+        """Detach the model and its optimizers from the context."""
         self._has_left = True
         for hook in self._hooks:
             hook.remove()
@@ -238,20 +245,21 @@ class _Joined:
             self._model._joined = None
 
     def abandon(self) -> None:
-        """Forget it, and let other ranks know, if it has not come to its end."""
+        """Leave the context early, and tell the other ranks; does nothing after its regular end."""
         if not self._has_left:
             self.joining.leave_by_exception()
             self.leave()
 
 
 def _all_ranks(unit: Unit) -> Group:
-    """The ranks among which gradients are averaged."""
+    """The group of all ranks over which gradients are averaged."""
     if unit.copies is None:
         return unit.shards
     if unit.world_size != dist.get_world_size():
         raise NotImplementedError(
-            "Join of a hybrid strategy needs the model to be on all ranks of the default process "
-            f"group: there are {dist.get_world_size()}, and {unit.world_size} have the model"
+            "Join with a hybrid sharding strategy expects the model on all ranks of the default "
+            f"process group, but it is on {unit.world_size} of {dist.get_world_size()} ranks. Wrap "
+            "it on all ranks, or use FULL_SHARD or SHARD_GRAD_OP"
         )
     return group_for(dist.group.WORLD)
 
@@ -259,9 +267,10 @@ def _all_ranks(unit: Unit) -> Group:
 def _optimizers(model: UnevenInputs, given: Any) -> list[torch.optim.Optimizer]:
     if given is _MISSING:
         raise ValueError(
-            "Join needs the optimizer of a sharded model: a rank that is out of data still holds "
-            "shards, which nobody else can step. Pass Join([model], optimizer=optimizer), with a "
-            "list if there are several, or optimizer=None if the model is not trained"
+            "Join expects the optimizer of a sharded model, but got none: a rank that has run out "
+            "of data still holds shards, which no other rank can step. Pass "
+            "Join([model], optimizer=optimizer), with a list if there are several optimizers, or "
+            "optimizer=None if the model is not trained"
         )
     optimizers = _as_list(given, torch.optim.Optimizer)
     problem = _not_trained(model, optimizers)
@@ -271,7 +280,7 @@ def _optimizers(model: UnevenInputs, given: Any) -> list[torch.optim.Optimizer]:
 
 
 def _not_trained(model: UnevenInputs, optimizers: Iterable[torch.optim.Optimizer]) -> str | None:
-    """Which parameters ``optimizers`` would not step, in words; None if they step all."""
+    """Describe the trainable parameters that ``optimizers`` do not step; None if there are none."""
     held = {p for o in optimizers for group in o.param_groups for p in group["params"]}
     schedule = model._schedule or model._start()
     handles = (handle for unit in schedule.units for handle in unit.handles)
@@ -285,9 +294,9 @@ def _not_trained(model: UnevenInputs, optimizers: Iterable[torch.optim.Optimizer
         return None
     names = [getattr(m, "path", None) or type(m).__name__ for m in missing]
     return (
-        f"The optimizers given to Join do not have {len(names)} trainable parameters, of "
-        f"{', '.join(map(repr, names[:4]))}: ranks without data would not step them. Give "
-        "it all optimizers of the model, made after wrapping, or freeze the parameters"
+        f"The optimizers passed to Join do not hold {len(names)} trainable parameters of the "
+        f"model, in {', '.join(map(repr, names[:4]))}: ranks without data would not step them. "
+        "Pass all optimizers of the model, create them after wrapping, or freeze the parameters"
     )
 
 
@@ -296,10 +305,11 @@ def _schedulers(optimizers: Iterable[torch.optim.Optimizer], given: Any) -> list
         return _as_list(given, object)
     if any(hasattr(optimizer.step, "_wrapped_by_lr_sched") for optimizer in optimizers):
         raise ValueError(
-            "A scheduler sets the learning rate of an optimizer given to Join; a rank that is out "
-            "of data does not step it, and would go on with another one. Pass "
+            "An optimizer passed to Join has a learning rate scheduler, but Join got no "
+            "lr_scheduler: a rank that has run out of data does not step the scheduler, so its "
+            "learning rate would differ from that of the other ranks. Pass "
             "Join([model], optimizer=optimizer, lr_scheduler=scheduler), or lr_scheduler=None if "
-            "it is stepped outside of the context only"
+            "the scheduler is stepped outside the context only"
         )
     return []
 
@@ -318,7 +328,7 @@ def _as_list(given: Any, expected: type) -> list[Any]:
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The options of an optimizer's groups, such as learning rates."""
+    """The options of an optimizer's parameter groups, such as learning rates."""
     return [
         {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
         for group in optimizer.param_groups

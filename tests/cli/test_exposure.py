@@ -276,7 +276,11 @@ def test_a_pickle_that_a_stranger_puts_into_the_store_of_the_launchers_is_not_lo
 
     assert not mark.exists()
     said = capfd.readouterr().err.splitlines()
-    (line,) = [line for line in said if line.startswith("fullshard: the launchers did not meet")]
+    (line,) = [
+        line
+        for line in said
+        if line.startswith("fullshard: the rendezvous of the launchers failed")
+    ]
     assert "holds a pickle with pathlib.Path.touch in it" in line
 
 

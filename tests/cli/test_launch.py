@@ -289,7 +289,7 @@ sys.exit(3)
     assert time.monotonic() - started < 20  # torch would wait for 30 s
     assert capfd.readouterr().err == (
         "Rank 1 failed first: sys.exit(3)\n"
-        "Rank 0 failed after it: did not end when it was told to, and was killed\n"
+        "Rank 0 failed after it: did not stop on SIGTERM, and was killed\n"
         "Starting again; 0 more restarts after this.\n"
     )
 
@@ -568,7 +568,9 @@ def test_ranks_that_end_long_before_others_are_told_of_once(
     assert launch(3, [], [script(reports, text)]) == 0
     printed = capfd.readouterr().err
     assert printed.startswith("Ranks 1, 2 ended ")
-    assert printed.count("without an error. Still running, but idle: rank 0. Who waits") == 1
+    assert (
+        printed.count("without an error. Still running, but idle: rank 0. A rank that waits") == 1
+    )
 
 
 def test_a_rank_that_computes_on_when_the_others_have_ended_is_told_of_much_later(
@@ -587,7 +589,10 @@ while os.environ["RANK"] == "0" and time.monotonic() < end:
 
     monkeypatch.setattr(early_ends, "_SECONDS_APART", 1.0)
     assert launch(2, [], [program]) == 0
-    assert capfd.readouterr().err.count("without an error. Still running: rank 0. Who waits") == 1
+    assert (
+        capfd.readouterr().err.count("without an error. Still running: rank 0. A rank that waits")
+        == 1
+    )
 
 
 def test_under_nohup_a_terminal_may_close(reports: Path) -> None:

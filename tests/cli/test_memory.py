@@ -14,11 +14,10 @@ from torch.utils._pytree import tree_leaves
 from fullshard.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fullshard.cli.data import Text
 from fullshard.cli.options import Options
-from fullshard.cli.planner.activations import record_step
+from fullshard.cli.planner.activations import record_step, scratch_bytes
 from fullshard.cli.planner.measure import bytes_of, watch_step
 from fullshard.cli.planner.memory import Event, Facts, Moment, UnitSizes, predict
 from fullshard.cli.planner.prediction import gpt_subject, predict_memory
-from fullshard.cli.planner.scratch import scratch_bytes
 from fullshard.cli.trainer.training import build_model, run_step
 from fullshard.engine.runtime.policy import UnitOptions, policy_for
 from fullshard.testing import device, run_on_ranks

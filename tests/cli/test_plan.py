@@ -101,9 +101,9 @@ def test_a_model_of_your_own_is_planned(tmp_path: Path, monkeypatch: pytest.Monk
     ("function", "units", "chosen"),
     [
         # Of linears and of what holds them, the latter: it has the same parameters, and is outside.
-        ("mixers", 4, "Without --wrap, a unit is a Mixer; others: --wrap CLASS,CLASS"),
-        ("build", 3, "Without --wrap, a unit is a Linear; others"),
-        ("alone", 1, "Without --wrap, nothing is repeated, so it is one unit; others"),
+        ("mixers", 4, "Without --wrap, each Mixer is a unit; to change that: --wrap CLASS,CLASS"),
+        ("build", 3, "Without --wrap, each Linear is a unit; to change"),
+        ("alone", 1, "Without --wrap, no module class is repeated, so the model is one unit; to"),
     ],
 )
 def test_what_is_repeated_becomes_units_where_nothing_was_said(
@@ -165,7 +165,7 @@ def test_memory_is_given_as_a_size_or_a_name(text: str, size: float) -> None:
         ("16", "expects a size with a unit, but got '16'; write 16GiB for gibibytes"),
         ("1.5", "write 1.5GiB"),
         ("16GiBs", "expects a size with a unit, such as 80GiB, or one of a10, "),
-        ("0GiB", "expects more than nothing, but got '0GiB'"),
+        ("0GiB", "expects more than 0 bytes, but got '0GiB'"),
     ],
 )
 def test_memory_without_a_unit_is_refused(text: str, complaint: str) -> None:

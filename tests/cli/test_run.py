@@ -102,7 +102,7 @@ def test_a_command_line_that_cannot_be_run_says_why(words: list[str], message: s
 def test_numbers_of_ranks_that_contradict_each_other_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    message = "--ranks 2 and --nproc-per-node 1 both say how many ranks"
+    message = "--ranks 2 and --nproc-per-node 1 both set the number of ranks"
     with pytest.raises(BadInput, match=message):
         read_invocation(["--ranks", "2", "--nproc-per-node", "1", "t.py"])
 

@@ -182,10 +182,10 @@ def test_a_finished_run_says_so_and_is_extended_when_asked(
     longer = train("--resume", "--steps", "8")
 
     finished = "runs/run is finished, at step 4 of 4: there is nothing to do. "
-    hint = "To train it further, give more steps: fullshard train --resume --name run --steps 8\n"
+    hint = "To train it further, pass more steps: fullshard train --resume --name run --steps 8\n"
     assert again == (0, finished + hint, "")
     assert backwards[:2] == (2, "")
-    assert backwards[2].startswith("fullshard: runs/run is at step 4 already, past the last one")
+    assert backwards[2].startswith("fullshard: runs/run is already at step 4, past --steps 2")
     assert longer[0] == 0, longer
     # Of 3 steps down from 0.003 to a tenth of it, none is left; of 7, 4 are done.
     assert (
@@ -223,7 +223,7 @@ def test_two_machines_train_together_until_ctrl_c_and_save(tmp_path: Path) -> No
     assert [machine.returncode for machine in machines] == [130, 130], outputs
     output = "".join(outputs)
     assert output.count("ranks     2 (CPU)") == 1
-    (step,) = re.findall(r"Stopped after step (\d+); it is saved", output)
+    (step,) = re.findall(r"Stopped after step (\d+), which is saved", output)
     saved = fullshard.latest(tmp_path / "runs" / "run" / "checkpoints")
     assert saved is not None
     assert saved.step == int(step)

@@ -16,16 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard import latest
+from fullshard import StopRequest, latest
 from fullshard.cli.data import read_text
 from fullshard.cli.model import GPT, next_token_loss
 from fullshard.cli.options import Options
 from fullshard.cli.problems import BadInput
-from fullshard.cli.trainer.picture import draw_losses
 from fullshard.cli.trainer.rates import learning_rate
+from fullshard.cli.trainer.reports import draw_losses
 from fullshard.cli.trainer.resumption import resumption_in_words
 from fullshard.cli.trainer.run_folder import RunFolder
-from fullshard.cli.trainer.stopping import StopRequest
 from fullshard.cli.trainer.train import Request, nothing_to_do, prepare
 from fullshard.cli.trainer.training import materializer, train
 from fullshard.testing import RanksFailed, device, run_on_ranks
@@ -129,7 +128,9 @@ def test_losses_are_those_of_the_bare_model_on_the_whole_batch(complete: Path) -
 
 def test_parameters_that_are_lost_in_a_step_are_not_saved(tmp_path: Path) -> None:
     # A rate at which gradients, and with them parameters, are lost before the loss is.
-    with pytest.raises(RanksFailed, match="the gradients' norm is nan at step 2; the last"):
+    with pytest.raises(
+        RanksFailed, match="the gradient norm is nan at step 2, which was not saved"
+    ):
         run(tmp_path, save_every=1, learning_rate=1000.0, warmup=1, keep=1)
 
     assert latest(tmp_path / "checkpoints").step == 1
@@ -139,7 +140,7 @@ def test_a_checkpoint_of_another_model_is_refused(complete: Path) -> None:
     request = Request({"width": 32}, name=complete.name, runs=complete.parent, resume=True)
     before = (complete / "config.toml").read_text()
 
-    with pytest.raises(BadInput, match="another model: its width is 16, but 32 was asked for"):
+    with pytest.raises(BadInput, match="another model: its width is 16, but --width 32 was given"):
         prepare(request, ranks=2)
     assert (complete / "config.toml").read_text() == before
 
@@ -185,7 +186,7 @@ def test_a_run_of_whose_checkpoints_none_is_whole_does_not_begin_again(
     before = [file.read_bytes() for file in files]
 
     request = Request({"steps": 99}, name="damaged", runs=tmp_path, resume=True)
-    prepare(request, ranks=2)[1].let_go()
+    prepare(request, ranks=2)[1].unlock()
     with pytest.raises(BaseException, match=r"BadInput: No checkpoint in .* is whole") as caught:
         run(folder, resume=True)
 
@@ -222,14 +223,14 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again_unasked(
 def test_a_run_that_another_process_trains_is_refused(complete: Path, tmp_path: Path) -> None:
     shutil.copytree(complete, tmp_path / "busy")
     request = Request({}, name="busy", runs=tmp_path, resume=True)
-    refused = pytest.raises(BadInput, match=r"another run is training in .*busy at this moment")
+    refused = pytest.raises(BadInput, match=r"another process is training in .*busy; stop it")
     before = (tmp_path / "busy" / "config.toml").read_text()
     _, folder = prepare(request, ranks=2)
     with refused:
         prepare(dataclasses.replace(request, flags={"steps": 99}), ranks=2)
     assert folder.options() == dataclasses.replace(OPTIONS, device=device().type)
     assert (tmp_path / "busy" / "config.toml").read_text() == before
-    folder.let_go()
+    folder.unlock()
     prepare(request, ranks=2)
 
 
@@ -245,7 +246,7 @@ def test_a_folder_is_made_by_one_of_two_that_start_at_once(
         request = Request({}, name=name, runs=tmp_path)
         monkeypatch.setattr("fullshard.cli.trainer.train.check_run", check_while_another_starts)
         if name is not None:
-            with pytest.raises(BadInput, match="is there already"):
+            with pytest.raises(BadInput, match="already exists"):
                 prepare(request, ranks=2)
         else:
             assert prepare(request, ranks=2)[1].path != other[-1].path
@@ -260,14 +261,14 @@ def test_a_link_that_leads_nowhere_is_no_place_for_runs(
         prepare(Request({}, runs=tmp_path / "runs"), ranks=2)
     (tmp_path / "run-1").symlink_to("/nowhere/at/all")
     assert prepare(Request({}, runs=tmp_path), ranks=2)[1].path.name == "run-2"
-    with pytest.raises(BadInput, match="is there already"):
+    with pytest.raises(BadInput, match="already exists"):
         prepare(Request({}, name="run-1", runs=tmp_path), ranks=2)
 
 
 def test_metrics_that_something_else_damaged_do_not_end_a_run(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.metrics.write_bytes(b'{"step": 1}\n{}\n[2]\n\xff\n{"step": 2}\n{"step": 3}\n{"st')
-    folder.forget_metrics_after(2)
+    folder.drop_metrics_after(2)
     assert folder.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -281,7 +282,8 @@ def test_a_signal_is_remembered_once(name: str) -> None:
         with StopRequest() as stop:
             os.kill(os.getpid(), number)
             assert stop.signal is number
-            assert signal.getsignal(number) is signal.SIG_DFL
+            os.kill(os.getpid(), number)  # from the launcher, which passes on what it is sent
+            assert stop.exit_status == 128 + number
         assert signal.getsignal(number) is signal.default_int_handler
     finally:
         signal.signal(number, before)
@@ -305,9 +307,7 @@ def test_a_folder_knows_what_leads_to_it(tmp_path: Path) -> None:
 def test_a_run_cannot_be_continued_to_a_step_behind_it(complete: Path) -> None:
     request = Request({"steps": 5}, name=complete.name, runs=complete.parent, resume=True)
 
-    with pytest.raises(
-        BadInput, match=r"is at step 8 already, past .* --steps 5; give more than 8"
-    ):
+    with pytest.raises(BadInput, match=r"is already at step 8, past --steps 5; pass more than 8"):
         prepare(request, ranks=2)
 
 
@@ -345,8 +345,8 @@ def test_a_finished_run_has_nothing_to_do_unless_its_sample_is_wanted(
             30,
             "down from 0.815 to 0.526: the cosine schedule now ends at step 60, no",
         ),
-        ({"learning_rate": 2.0}, 100, "up from 0.1 to 0.2: as the options say now"),
-        ({"schedule": "constant", "learning_rate": 0.55}, 50, "stays at 0.55: as the options say"),
+        ({"learning_rate": 2.0}, 100, "up from 0.1 to 0.2: by the new options"),
+        ({"schedule": "constant", "learning_rate": 0.55}, 50, "stays at 0.55: by the new options"),
     ],
     ids=str,
 )

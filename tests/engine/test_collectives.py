@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.engine.traffic import counted_traffic
 
-from fullshard.engine.comm import collectives
+from fullshard.engine.comm import gloo
 from fullshard.engine.comm.collectives import group_for
 from fullshard.testing import device, ranks
 
@@ -64,7 +64,7 @@ def test_tensors_of_all_dtypes_are_gathered_on_more_ranks(nbytes: int) -> None:
 def test_one_tensor_is_gathered_in_every_way(nbytes: int) -> None:
     for broadcasting_ranks in (8, 0):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(collectives, "_BROADCASTING_RANKS", broadcasting_ranks)
+            patch.setattr(gloo, "_BROADCASTING_RANKS", broadcasting_ranks)
             _check_gather(nbytes, at_a_time=3, dtypes=[torch.float32])
 
 

@@ -31,7 +31,9 @@ def test_forgotten_optimizers_and_schedulers_are_asked_for() -> None:
     with pytest.raises(TypeError, match="Join expects optimizer=Optimizer"):
         Join([model], optimizer=[model])
     half = torch.optim.SGD([*model.parameters()][:2], lr=0.1)
-    with pytest.raises(ValueError, match="do not have 14 trainable parameters, of 'head"):
+    with pytest.raises(
+        ValueError, match="do not hold 14 trainable parameters of the model, in 'head"
+    ):
         Join([model], optimizer=half)
     with pytest.raises(ValueError, match="outermost wrapped model"):
         Join([model.module.blocks[0]], optimizer=optimizer)

@@ -17,7 +17,7 @@ from torch import nn
 
 import fullshard
 from fullshard import CheckpointError, ShardingStrategy
-from fullshard.state.checkpoint.checksummed import read_sealed, write_sealed
+from fullshard.state.checkpoint.checksummed import read_checksummed, write_checksummed
 from fullshard.state.checkpoint.content import Targets
 from fullshard.state.model.sharded_tensors import is_sharded
 from fullshard.testing import device, ranks
@@ -197,7 +197,7 @@ def test_a_rank_that_cannot_reach_the_folder_is_named_on_every_rank(
     elsewhere.mkdir(exist_ok=True)
     monkeypatch.chdir(folder if dist.get_rank() == 0 else elsewhere)
 
-    with pytest.raises(CheckpointError, match=r"manifest\.json is there .* not for rank 1"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json is there .* not on rank 1"):
         fullshard.load("here", model)
 
 
@@ -294,7 +294,7 @@ def test_a_manifest_made_to_mislead_is_refused_by_name(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     fullshard.save(tmp_path, model, extra={"noise": torch.ones(4)})
     path = tmp_path / "step-00000000" / "manifest.json"
-    good = read_sealed(path)
+    good = read_checksummed(path)
     table = good["tensors"]["/extra/noise"]
     ((starts, sizes, *extent),) = table["chunks"]
     for change, file in (
@@ -305,7 +305,7 @@ def test_a_manifest_made_to_mislead_is_refused_by_name(tmp_path: Path) -> None:
         ({"chunks": [[starts, sizes, "../../outside", *extent[1:]]]}, "outside"),
     ):
         misleading = {**good["tensors"], "/extra/noise": {**table, **change}}
-        write_sealed(path, {**good, "tensors": misleading})
+        write_checksummed(path, {**good, "tensors": misleading})
 
         for read in (fullshard.latest, lambda folder: fullshard.load(folder, model)):
             with pytest.raises(CheckpointError, match=file):

@@ -139,7 +139,7 @@ def test_several_optimizers_parameter_groups_and_odd_parameters_come_back(tmp_pa
         assert torch.equal(value, weights[name]), name
     for each, state in zip(loaded, before, strict=True):
         assert_same_optim_state(full_state(model, each), state)
-    with pytest.raises(CheckpointError, match="saved with 2 optimizers, and 1 are to be loaded"):
+    with pytest.raises(CheckpointError, match="saved with 2 optimizers, but 1 are to be loaded"):
         fullshard.load(folder, model, loaded[0])
 
 
@@ -314,7 +314,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_names_that_differ(
         fullshard.load(folder, FSDP(renamed))
     reshaped = build(Net)
     reshaped.head = nn.Linear(7, 4, device=device())
-    message = r"another model: shapes differ: head.weight \(\(3, 7\) there, \(4, 7\) here\)"
+    message = r"another model: shapes differ: head.weight \(\(3, 7\) in the ch.*, \(4, 7\) in the m"
     with pytest.raises(CheckpointError, match=message):
         fullshard.load(folder, FSDP(reshaped))
 

@@ -138,7 +138,7 @@ def test_a_sealed_manifest_that_makes_no_sense_is_refused_with_the_reason(
         (5, "the index: expected a list, but it is 5"),
         ([5, None], "entry 0: expected the name of a checkpoint, but it is 5"),
         (["../elsewhere"], "entry 0: expected the name of a checkpoint"),
-        (["step-00000001", "step-00000001"], "a name that is not there before it"),
+        (["step-00000001", "step-00000001"], "a name that is not listed twice"),
     ],
 )
 def test_a_sealed_index_that_makes_no_sense_is_refused_with_advice(

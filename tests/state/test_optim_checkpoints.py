@@ -29,7 +29,7 @@ import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy
 from fullshard.engine.params.locations import WRAPPED_MODULE
-from fullshard.state.optim.template import optim_state_template
+from fullshard.state.optim.methods import optim_state_template
 from fullshard.testing import run_on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

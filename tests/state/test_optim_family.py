@@ -130,7 +130,7 @@ def test_ids_are_those_of_a_wrapped_optimizer_that_has_every_parameter_on_its_ow
     flat = wrapped(build(Net), FULL_SHARD, "blocks")
     with pytest.raises(ValueError, match=r"_flat_param holds \d+ parameters .*embed\.weight"):
         FSDP.rekey_optim_state_dict(full, kind, flat)
-    with pytest.raises(ValueError, match=r"has not, by name: \['embed\.weight'"):
+    with pytest.raises(ValueError, match=r"does not have, by name: \['embed\.weight'"):
         FSDP.rekey_optim_state_dict(full, kind, nn.Linear(3, 3))
 
 
@@ -179,7 +179,7 @@ def test_state_without_parameter_groups_is_saved_and_loaded_without_them(name: s
     assert "param_groups" not in found
     optimizer.load_state_dict({**found, "param_groups": groups})
     assert_same_optim_state(full_state(model, optimizer), expected)
-    with pytest.raises(ValueError, match=r"places in the optimizer, 0 to \d+, but .*'head'"):
+    with pytest.raises(ValueError, match=r"ids of the optimizer.*, 0 to \d+, but .*'head'"):
         FSDP.optim_state_dict(model, optimizer, {"state": {"head": {}}})
 
 

@@ -28,7 +28,7 @@ from torch import nn, optim
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import OptimStateKeyType, ShardingStrategy
-from fullshard.state.optim.consensus import equal
+from fullshard.state.optim.load import equal
 from fullshard.testing import device, ranks
 
 BEFORE = range(2)
@@ -175,7 +175,8 @@ def test_state_of_a_rank_s_own_piece_is_refused_and_saved_locally() -> None:
     model = wrapped(build(Net), FULL_SHARD, "one unit")
     optimizer = Factored(model.parameters())
     trained(model, optimizer, BEFORE)
-    with pytest.raises(RuntimeError, match="'norms' of _flat_param differs between rank 0"):
+    message = "'norms' of parameter _flat_param differs between rank 0"
+    with pytest.raises(RuntimeError, match=message):
         FSDP.optim_state_dict(model, optimizer)
     with optim_kind(model, "local"):
         saved = FSDP.optim_state_dict(model, optimizer)
@@ -205,7 +206,7 @@ def test_values_per_element_inside_of_a_dict_are_refused_and_saved_locally(
     model = wrapped(build(Net), FULL_SHARD, "blocks", use_orig_params=use_orig_params)
     optimizer = Wrapping(model.parameters())
     trained(model, optimizer, BEFORE)
-    with pytest.raises(RuntimeError, match=r"'inner' of .* belongs to a rank's piece alone"):
+    with pytest.raises(RuntimeError, match=r"'inner' of parameter .* Save this state with LOCAL"):
         FSDP.optim_state_dict(model, optimizer)
     with optim_kind(model, "local"):
         saved = FSDP.optim_state_dict(model, optimizer)
@@ -249,11 +250,11 @@ def mixed(model: nn.Module, sizes: list[int]) -> tuple[optim.Optimizer, optim.Op
 @pytest.mark.parametrize(
     ("wrapping", "sizes", "message"),
     [
-        ("linears", [0, 1, 1, 1], r"'v' of 0\.weight differs between rank 0 \(\(8,\)"),
-        ("linears", [0, 8, 5, 5], r"'v' of 0\.weight differs between rank 0 \(\(8,\)"),
-        ("one unit", [0, 1, 1, 1], r"'v' of 0\.weight has a value per element, which most"),
-        ("one unit", [1, 0, 0, 0], r"'v' of 0\.weight has shape \(1,\) on rank 0, but a value per"),
-        ("one unit", [3, 0, 0, 0], r"'v' of 0\.weight has shape \(3,\) on rank 0, but a value per"),
+        ("linears", [0, 1, 1, 1], r"'v' of parameter 0\.weight differs between rank 0 \(\(8,\)"),
+        ("linears", [0, 8, 5, 5], r"'v' of parameter 0\.weight differs between rank 0 \(\(8,\)"),
+        ("one unit", [0, 1, 1, 1], r"'v' of parameter 0\.weight has one value per .*\(1,\)"),
+        ("one unit", [1, 0, 0, 0], r"'v' of parameter 1\.weight has one value per .*\(1,\)"),
+        ("one unit", [3, 0, 0, 0], r"'v' of parameter 1\.weight has one value per .*\(3,\)"),
     ],
 )
 @ranks(2)

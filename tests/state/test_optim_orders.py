@@ -29,7 +29,7 @@ from torch import nn
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import OptimStateKeyType, ShardingStrategy
-from fullshard.state.optim.template import optim_state_template
+from fullshard.state.optim.methods import optim_state_template
 from fullshard.testing import ranks
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -213,7 +213,8 @@ def test_an_optimizer_that_lacks_a_parameter_is_told_apart_from_one_in_another_o
         held = held[:0:-1]
     optimizer = torch.optim.Adam(held)
     trained(model, optimizer, BEFORE)
-    with pytest.raises(RuntimeError, match=r"rank 1 lacks \['embed\.weight'\] and has \[\] beyond"):
+    message = r"rank 1 lacks \['embed\.weight'\] and has \[\] in addition"
+    with pytest.raises(RuntimeError, match=message):
         FSDP.optim_state_dict(model, optimizer)
 
 

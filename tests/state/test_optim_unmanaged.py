@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy, StateDictType
-from fullshard.state.optim.template import optim_state_template
+from fullshard.state.optim.methods import optim_state_template
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 

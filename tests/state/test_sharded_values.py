@@ -107,7 +107,9 @@ def test_values_that_are_cut_in_another_way_are_refused_by_all_ranks() -> None:
     ]
     for mesh, placements in cuts:
         value = distribute_tensor(torch.ones(3, 4, device=device()), mesh, placements)
-        with pytest.raises(RuntimeError, match=r"parameter weight: ranks \[0, 1, 2, 3\] share it"):
+        with pytest.raises(
+            RuntimeError, match=r"parameter weight: ranks \[0, 1, 2, 3\] share the parameter"
+        ):
             model.load_state_dict({"weight": value})
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = halves[dist.get_rank() // 2]

@@ -25,7 +25,7 @@ from tests.state.optimizers import (
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy
-from fullshard.state.optim.template import optim_state_template
+from fullshard.state.optim.methods import optim_state_template
 from fullshard.testing import device, ranks, run_on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")

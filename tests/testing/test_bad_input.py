@@ -59,7 +59,7 @@ def test_ranks_cannot_be_asked_for_on_a_rank() -> None:
             run_on_ranks(2, int)
         return str(caught.value)
 
-    assert run_on_ranks(1, ask)[0].startswith("ranks were asked for on a rank")
+    assert run_on_ranks(1, ask)[0].startswith("ranks were requested on a rank")
 
 
 def test_an_unknown_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_a_port_in_use_is_refused_in_one_line(tmp_path: Path) -> None:
         )
 
     assert status != 0
-    assert f"error: port {port} cannot be used for the ranks to meet" in output
+    assert f"error: port {port} cannot be used for the ranks' store" in output
     assert "Traceback" not in output
 
 

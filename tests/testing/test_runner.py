@@ -77,7 +77,7 @@ def test_test_modules_run_without_pytest(tmp_path: Path) -> None:
     assert "7 passed, 0 failed, 4 skipped in " in output
     assert "PASSED  test_it.py::test_parametrised[5-named]" in output
     assert "SKIPPED test_it.py::test_skipped_on_ranks (not now)" in output
-    assert "test_with_fixture (it asks for monkeypatch, and fixtures need pytest)" in output
+    assert "test_with_fixture (it uses monkeypatch, and fixtures need pytest)" in output
     assert "SKIPPED test_generated.py (hypothesis is not installed)" in output
 
 
@@ -104,8 +104,8 @@ def test_a_module_that_cannot_be_imported_fails(tmp_path: Path) -> None:
 
 def test_wrong_paths_end_with_one_line(tmp_path: Path) -> None:
     expected = {
-        "nowhere.py": "error: there is no nowhere.py: give a test file or a folder of them",
-        ".": "error: no tests found: give test files or folders of them",
+        "nowhere.py": "error: nowhere.py does not exist: pass a test file or a folder with tests",
+        ".": "error: no tests found: pass test files or folders of test files",
     }
     processes = {
         path: MarkedProcess(["-m", "fullshard.testing", path], tmp_path, {}) for path in expected

@@ -262,7 +262,7 @@ def test_a_class_given_by_its_name_is_refused_with_advice(make: Any) -> None:
 
 
 def test_a_module_given_as_class_is_refused_with_advice() -> None:
-    with pytest.raises(TypeError, match=r"a module of class Linear. Pass its class"):
+    with pytest.raises(TypeError, match=r"an instance of Linear. Pass its class"):
         ModuleWrapPolicy({nn.Linear(1, 1)})  # type: ignore[arg-type]
 
 

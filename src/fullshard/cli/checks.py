@@ -1,4 +1,4 @@
-"""Whether a run can work, found out before anything is written or started."""
+"""Checking the options of a run before anything is written or started."""
 
 from __future__ import annotations
 
@@ -15,64 +15,67 @@ from .words import counted
 
 __all__ = ["check_batch", "check_ranks", "check_run", "check_size", "cores"]
 
-#: More ranks than this on each core only wait for each other.
+#: With more ranks per core than this, ranks mostly wait for each other.
 _RANKS_PER_CORE = 4
 
 
 def check_run(options: Options, ranks: int) -> None:
-    """Refuse what cannot work, with one line that says why. ``ranks`` are those of all machines."""
+    """Raise ``BadInput`` if a run with these options on ``ranks`` ranks in total cannot work."""
     check_size(options)
     check_batch(options, ranks)
     text = read_text(options.data)
     if len(text) <= options.sequence:
         raise BadInput(
             f"a sequence of {options.sequence:,} tokens is longer than the data, "
-            f"{text.description}; give more text with --data, or a shorter --sequence"
+            f"{text.description}; pass a folder with more text as --data, or a shorter --sequence"
         )
-    # Any size has the same classes. On the meta device, drawing values takes torch a second.
+    # A tiny model has the same classes. Not on the meta device, where torch takes a second to
+    # initialise it.
     with torch.random.fork_rng():
         wrap_policy(GPT(Size(layers=1, heads=1, width=1), context=1), options.wrap)
 
 
 def check_size(options: Options) -> None:
-    """Refuse heads that do not divide the width."""
+    """Raise ``BadInput`` if the width is not divisible by the number of heads."""
     size = options.size()
     if size.width % size.heads:
         raise BadInput(
-            f"width {size.width} is not divisible by {size.heads} heads; change one of them"
+            f"width {size.width} is not divisible by {size.heads} heads; change --width or --heads"
         )
 
 
 def check_batch(options: Options, ranks: int) -> None:
-    """Refuse a batch of which ranks would get unequal parts, or none."""
+    """Raise ``BadInput`` if the batch cannot be divided equally among ranks and passes."""
     parts = ranks * options.accumulate
     if options.batch % parts:
-        passes = f" x {options.accumulate} passes" if options.accumulate > 1 else ""
+        passes = f" x {options.accumulate} backward passes" if options.accumulate > 1 else ""
         nearest = max(parts, round(options.batch / parts) * parts)
         raise BadInput(
             f"a batch of {counted(options.batch, 'sequence')} is not divisible by "
-            f"{counted(ranks, 'rank')}{passes}; "
-            f"the nearest that is: --batch {nearest}"
+            f"{counted(ranks, 'rank')}{passes}; use --batch {nearest}, the nearest multiple"
         )
 
 
 def check_ranks(ranks: int, device: str) -> None:
-    """Refuse more ranks on this machine than it has use for."""
+    """Raise ``BadInput`` if this machine has too few GPUs or cores for ``ranks``."""
     if device == "cuda":
         available = torch.cuda.device_count()
         if not available:
-            raise BadInput("device cuda was asked for, but torch finds no GPU; use --device cpu")
+            raise BadInput("--device cuda needs a GPU, but torch finds none; use --device cpu")
         if ranks > available:
-            raise BadInput(f"{ranks} ranks need a GPU each, but this machine has {available}")
+            raise BadInput(
+                f"{ranks} ranks need one GPU each, but this machine has {available}; use --ranks "
+                f"{available}, or --device cpu"
+            )
     elif ranks > _RANKS_PER_CORE * cores():
         raise BadInput(
-            f"{ranks} ranks are more than make sense on {counted(cores(), 'core')}; give at most "
-            f"--ranks {_RANKS_PER_CORE * cores()}"
+            f"{ranks} ranks are too many for {counted(cores(), 'core')}; use at most --ranks "
+            f"{_RANKS_PER_CORE * cores()}"
         )
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

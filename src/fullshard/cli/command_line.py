@@ -1,4 +1,4 @@
-"""Calling the command: bad input is answered in one line, and no command with a list of them."""
+"""Running the command line: bad input becomes one line on standard error and exit status 2."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = ["call", "run_command", "show_help_or_version"]
 
 
 def call(app: typer.Typer) -> int:
-    """Run the command line of this process; returns its exit status, 2 for bad input."""
+    """Run this process's command line; returns the exit status, 2 for bad input."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # An ASCII terminal shows a question mark for a letter that it does not have.
+        # Print a question mark for characters that the terminal's encoding does not have.
         sys.stdout.reconfigure(errors="replace")
     try:
         status = run_command(app)
@@ -36,20 +36,22 @@ def call(app: typer.Typer) -> int:
             sys.stdout.flush()
         return status
     except BadInput as problem:
-        # Under torchrun all ranks have found out the same: one of them says so.
+        # Under torchrun all ranks raise the same error: only one of them prints it.
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"fullshard: {problem}", file=sys.stderr)
         return 2
     except OSError as problem:
         if not _output_is_lost():
             raise
-        if not isinstance(problem, BrokenPipeError):  # who reads no more wants to hear no more
-            print(f"fullshard: the output cannot be written: {problem.strerror}", file=sys.stderr)
+        if not isinstance(problem, BrokenPipeError):  # the reader has closed the pipe on purpose
+            print(
+                f"fullshard: cannot write to standard output: {problem.strerror}", file=sys.stderr
+            )
         return 1
 
 
 def run_command(app: typer.Typer) -> int:
-    """Run the command line of this process; returns its exit status, and raises bad input."""
+    """Run this process's command line; returns the exit status, or raises ``BadInput``."""
     try:
         return int(app(prog_name="fullshard", standalone_mode=False) or 0)
     except CommandLineProblem as problem:
@@ -59,7 +61,7 @@ def run_command(app: typer.Typer) -> int:
 
 
 def show_help_or_version(context: typer.Context, version: bool) -> None:
-    """Where no command was given, say which there are, or the versions if they were asked for."""
+    """Print the versions if asked to, or the help if no command was given, and exit."""
     if version:
         typer.echo(f"fullshard {fullshard.__version__}, torch {torch.__version__}")
         raise typer.Exit()
@@ -69,7 +71,7 @@ def show_help_or_version(context: typer.Context, version: bool) -> None:
 
 
 def _output_is_lost() -> bool:
-    """Whether standard output takes not even an empty line."""
+    """Return True if not even an empty line can be written to standard output."""
     try:
         print(flush=True)
     except OSError:
@@ -79,13 +81,13 @@ def _output_is_lost() -> bool:
 
 
 def _in_one_line(problem: Any) -> str:
-    """What typer has to say, with the nearest name where a flag does not exist."""
+    """Typer's error message in one line, with a suggestion for an unknown flag."""
     context = getattr(problem, "ctx", None)
     given = getattr(problem, "option_name", None)
     message = str(problem.format_message())
     words = [word for word in sys.argv if given and word.startswith(f"{given}=")]
     if words and "does not take a value" in message:
-        return f"{given} is given without a value, but got {words[0]!r}"
+        return f"{given} takes no value, but got {words[0]!r}"
     if context is None:
         return message
     if type(problem).__name__ == "NoSuchOption" and given:

@@ -1,8 +1,9 @@
-"""Text as bytes, and which of them each rank sees at each step. Nothing is downloaded.
+"""The training data: text as bytes, from local files. Nothing is downloaded.
 
-Note: what a step sees
-    Sequence i of step s begins at a place drawn from (seed, s, i) alone. Which rank computes on it
-    does not matter: a run that is continued sees what it would have seen, on any number of ranks.
+Note: the data of a step
+    The start of sequence i in step s is drawn from (seed, s, i) alone, not from the rank that
+    computes on it. So a resumed run sees the same data as an uninterrupted one, on any number of
+    ranks.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from .words import counted
 
 __all__ = ["Text", "read_text"]
 
-#: Enough for hours of training on a CPU; a folder with more is read up to here.
+#: Enough for hours of training on a CPU; of a larger folder, only this much is read.
 MAXIMUM_BYTES = 256 * 1024 * 1024
-#: The standard library's sources are cut here, so that a run starts within a second.
+#: Limit for the standard library's sources, so that a run starts within a second.
 STANDARD_LIBRARY_BYTES = 8 * 1024 * 1024
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "idlelib"}
 
 
 class Text:
-    """A long text, from which sequences are drawn."""
+    """A long text from which sequences are sampled."""
 
     def __init__(self, data: bytes, description: str) -> None:
         self.bytes = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -39,24 +40,25 @@ class Text:
         return len(self.bytes)
 
     def batch(self, seed: int, step: int, sequences: range, length: int) -> torch.Tensor:
-        """Those ``sequences`` of a step's global batch, as tokens (batch, length + 1).
+        """Return the given ``sequences`` of a step's global batch, as tokens (batch, length + 1).
 
-        One token more than a model reads: each position has its next one.
+        There is one token more than the model reads, so that every position has a next token.
         """
         starts = [self._start(seed, step, index, length) for index in sequences]
         return torch.stack([self.bytes[s : s + length + 1] for s in starts]).long()
 
     def _start(self, seed: int, step: int, index: int, length: int) -> int:
-        # Three numbers to one; the generator's own seeding spreads neighbours apart.
+        # Combines three numbers into one seed; the generator hashes it, so neighbours differ.
         key = (seed * 1_000_003 + step) * 1_000_003 + index
         generator = torch.Generator().manual_seed(key % 2**63)
         return int(torch.randint(len(self) - length, (), generator=generator))
 
 
 def read_text(folder: str) -> Text:
-    """All text files below ``folder``, in order of their names; without one, Python's own sources.
+    """Read all text files below ``folder``, in order of their names.
 
-    A file is text if it is valid UTF-8 without zero bytes. Pipes and devices are no files.
+    An empty ``folder`` stands for the sources of Python's standard library. A file is text if it is
+    valid UTF-8 without zero bytes. Pipes and devices are skipped.
     """
     if not folder:
         library = Path(sysconfig.get_paths()["stdlib"])
@@ -97,11 +99,11 @@ def _join(files: Iterator[Path], limit: int) -> tuple[bytes, int]:
 
 
 def _text_in(file: Path, most: int) -> bytes:
-    """The first ``most`` bytes, and no more memory than that; nothing if they are no text."""
+    """Read at most ``most`` bytes of a file; empty if they are not text."""
     try:
         with file.open("rb") as opened:
             content = opened.read(most)
-        # Where there is more, the last character may be cut.
+        # If the file is longer, the last character may be cut off.
         codecs.getincrementaldecoder("utf-8")().decode(content, final=len(content) < most)
     except (OSError, UnicodeDecodeError):
         return b""

@@ -1,4 +1,4 @@
-"""Command-line flags made of the options' fields, so that none is written down twice."""
+"""Command-line flags generated from the fields of ``Options``, so that each is defined once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["value_of", "with_option_flags"]
 def with_option_flags(
     fields: Callable[[dataclasses.Field[Any]], bool],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command, for each chosen field of :class:`Options`, a flag.
+    """Add a flag to a command for each field of :class:`Options` that ``fields`` accepts.
 
-    The command receives in ``values`` those that were given; its other parameters stay its own.
+    The command receives the flags that were given in ``values``, and its other parameters as usual.
     """
     chosen = [field for field in dataclasses.fields(Options) if fields(field)]
 
@@ -45,7 +45,7 @@ def with_option_flags(
 
 
 def value_of(option: str, kind: type) -> dict[str, Any]:
-    """What ``typer.Option`` is told, so that a word of another kind is refused as in a file."""
+    """Arguments for ``typer.Option`` that report a wrong type as an options file does."""
 
     def parse(word: str) -> Any:
         try:

@@ -1,6 +1,6 @@
-"""The help of a command as plain text, which is whole in a terminal of 80 columns.
+"""Help pages as plain text that fits in a terminal of 80 columns.
 
-typer's own boxes cut long names there, and take a default such as [cosine] for markup.
+typer's own boxes cut off long names at that width, and take a default such as [cosine] for markup.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class GroupedCommand(typer.core.TyperCommand):
 
 
 class ProgramCommand(GroupedCommand):
-    """A command whose arguments are a program and what it is called with."""
+    """A command whose arguments are a program and the program's arguments."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [str(self.options_metavar), "(SCRIPT | -m MODULE)", "[ARGUMENTS]..."]

@@ -1,4 +1,4 @@
-"""The ``fullshard`` command: its list of commands. What they need is imported when they run."""
+"""The commands of ``fullshard``. Each imports its implementation when it runs, to start fast."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ try:
     import typer
 except ModuleNotFoundError as missing:
     raise SystemExit(
-        "The fullshard command needs typer: pip install 'fullshard[cli]'. Without it, "
-        "`python -m fullshard.cli.launcher.run` is `fullshard run`."
+        "The fullshard command needs typer, which is not installed. Install it with "
+        "`pip install 'fullshard[cli]'`, or use `python -m fullshard.cli.launcher.run` in place of "
+        "`fullshard run`."
     ) from missing
 
 from fullshard.cli.command_line import call, show_help_or_version
@@ -46,9 +47,10 @@ def run(
 ) -> None:
     """Run a program written for torch's FSDP, unchanged.
 
-    Starts it on N ranks of this machine (default: one per GPU, or 2 without a GPU), each with
-    fullshard in the place of torch.distributed.fsdp's wrapper. All options of torchrun are
-    accepted, also those for several machines (--nnodes, --rdzv-endpoint, --max-restarts, ...).
+    Starts the program on N ranks of this machine (default: one per GPU, or 2 without a GPU), with
+    fullshard's FullyShardedDataParallel in place of torch's. Accepts all options of torchrun,
+    including those for several machines (--nnodes, --rdzv-endpoint, --max-restarts, ...).
+    Forwards SIGTERM to the ranks, which have 30 s to save and exit (--shutdown-timeout).
     """
     from fullshard.cli.launcher.run import run_program
 
@@ -60,34 +62,33 @@ def run(
 def train(
     values: dict[str, Any],
     config: Annotated[Path | None, typer.Option(help="TOML file with options.")] = None,
-    name: Annotated[str | None, typer.Option(help="The run's name. [run-1, run-2, ...]")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run. [run-1, run-2, ...]")] = None,
     runs: Annotated[
-        Path, typer.Option(help="Folder of all runs. [runs]", show_default=False)
+        Path, typer.Option(help="Folder for all runs. [runs]", show_default=False)
     ] = Path("runs"),
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run --name, or the last run.")
+        bool, typer.Option("--resume", help="Resume the run --name, or the latest run.")
     ] = False,
     max_restarts: Annotated[
         int,
         typer.Option(
-            help="Restarts after a failure, from the last checkpoint. [0]",
+            help="Restarts after a failure, each from the latest checkpoint. [0]",
             show_default=False,
             **value_of("max_restarts", int),
         ),
     ] = 0,
     nodes: Annotated[
         int,
-        typer.Option(
-            help="Machines that take part. [1]", show_default=False, **value_of("nodes", int)
-        ),
+        typer.Option(help="Number of machines. [1]", show_default=False, **value_of("nodes", int)),
     ] = 1,
     rendezvous: Annotated[
-        str | None, typer.Option(help="HOST:PORT of one of the machines.")
+        str | None,
+        typer.Option(help="HOST:PORT of one machine, the same on all, where launchers meet."),
     ] = None,
 ) -> None:
-    """Train a sharded GPT on text; needs no arguments.
+    """Train a sharded GPT on text. All options have defaults.
 
-    Writes options, metrics, a loss curve, checkpoints and a sample into the run's folder.
+    Writes options, metrics, a loss curve, checkpoints and sampled text to the run's folder.
     """
     from fullshard.cli.trainer.train import Request, run_training
 
@@ -101,25 +102,26 @@ def train(
 def plan(
     values: dict[str, Any],
     device_memory: Annotated[
-        str | None, typer.Option(help="Does it fit? A size (80GiB) or a name (h100, a100-40g).")
+        str | None,
+        typer.Option(help="Check that it fits: a size (80GiB) or a GPU (h100, a100-40g)."),
     ] = None,
     vocabulary: Annotated[
         int | None,
         typer.Option(
-            help="Tokens in a preset's vocabulary, such as 32000 or 128256. [256]",
+            help="Vocabulary size of a preset, such as 32000 or 128256. [256]",
             show_default=False,
             rich_help_panel="Model",
             **value_of("vocabulary", int),
         ),
     ] = None,
 ) -> None:
-    """Show the memory that a training step takes on each rank.
+    """Predict the memory that a training step takes on each rank.
 
     --model is a preset, or module:function for a model of your own. The function is called on the
-    meta device, and returns a model that takes tokens (those of transformers do), or a model and
-    its loss: loss(model, sequences, length).
+    meta device and returns a model that takes tokens (as models of transformers do), or a tuple of
+    a model and its loss function: loss(model, sequences, length).
 
-    The exit status is 3 if the model does not fit --device-memory, and 0 if it does.
+    The exit status is 3 if the model does not fit in --device-memory, and 0 otherwise.
     """
     from fullshard.cli.planner.plan import plan as show_plan
 

@@ -1,6 +1,6 @@
-"""A GPT, whole: blocks of attention and two linears over byte tokens. Nothing here knows of ranks.
+"""A complete GPT over byte tokens, in plain torch, without anything distributed.
 
-Made to be copied: plain torch, no options that are not used.
+Made to be copied: it has no options beyond those that are used.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from torch import nn
 
 __all__ = ["GPT", "PRESETS", "VOCABULARY", "Block", "Size", "initialize", "next_token_loss"]
 
-#: Text is read as bytes: every file is in the vocabulary.
+#: Tokens are bytes, so every text can be tokenized.
 VOCABULARY = 256
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large a GPT is. ``width`` is divided among ``heads``."""
+    """The size of a GPT. ``width`` has to be divisible by ``heads``."""
 
     layers: int
     heads: int
     width: int
 
     def parameters(self, context: int, vocabulary: int = VOCABULARY) -> int:
-        """How many parameters a :class:`GPT` of this size has."""
+        """The number of parameters in a :class:`GPT` of this size."""
         block = 12 * self.width**2 + 13 * self.width
         return self.layers * block + (2 * vocabulary + context + 2) * self.width
 
@@ -43,7 +43,7 @@ PRESETS = {
 
 
 class Attention(nn.Module):
-    """Every position looks at itself and at those before it."""
+    """Causal self-attention: every position attends to itself and to those before it."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and two linears, each beside the residual stream. This is what becomes a unit."""
+    """A transformer block: attention and an MLP, each with a residual. By default, one unit."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """From tokens (batch, length) to logits (batch, length, vocabulary)."""
+    """A GPT: maps tokens (batch, length) to logits (batch, length, vocabulary)."""
 
     def __init__(self, size: Size, context: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class GPT(nn.Module):
 
 
 def initialize(module: nn.Module) -> None:
-    """Draw the parameters that ``module`` itself holds, as GPT-2 does."""
+    """Initialise the parameters that ``module`` itself holds, as GPT-2 does."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
@@ -107,6 +107,6 @@ def initialize(module: nn.Module) -> None:
 
 
 def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The mean cross entropy of every token given those before it, in full precision."""
+    """The mean cross entropy of each token given those before it, computed in float32."""
     logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())

@@ -1,4 +1,4 @@
-"""The command as ranks that ``launch.py`` started call it: bad input is the launcher's to tell."""
+"""The command on ranks that ``launch.py`` started. Raises bad input, which the launcher prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options as TOML: read, and written so that they can be read again."""
+"""Reading options from TOML files, and writing them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ __all__ = ["read_values", "to_toml"]
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """The options that a TOML file sets, checked."""
+    """Read and check the options in a TOML file."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadInput(f"config expects a TOML file, but there is no {str(path)!r}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"config expects a TOML file, but {str(path)!r}: {error}") from None
+        raise BadInput(
+            f"config expects a TOML file, but {str(path)!r} cannot be read: {error}"
+        ) from None
     except tomllib.TOMLDecodeError as error:
         raise BadInput(f"{path} is not valid TOML: {error}") from None
     build_options(values, str(path))
@@ -29,10 +31,10 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def to_toml(options: Options) -> str:
-    """All options, one to a line, each with what it means."""
-    streams = []
+    """All options as TOML, one per line, each with its help text as a comment."""
+    lines = []
     for field in dataclasses.fields(options):
-        # What JSON writes for numbers, texts and truth values is TOML, too.
+        # JSON's notation for numbers, strings and booleans is valid TOML.
         value = json.dumps(getattr(options, field.name), ensure_ascii=False)
-        streams.append(f"{field.name} = {value}  # {field.metadata['help']}")
-    return "\n".join(streams) + "\n"
+        lines.append(f"{field.name} = {value}  # {field.metadata['help']}")
+    return "\n".join(lines) + "\n"

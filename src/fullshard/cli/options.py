@@ -1,7 +1,7 @@
-"""Everything that a training run can be told: one dataclass behind the TOML file and the flags.
+"""The options of a training run: one dataclass behind the TOML file and the flags.
 
-A field is written down once, with its help and its bounds. ``option_files.py`` reads and writes
-files, ``flags.py`` makes flags.
+Each option is defined once, with its help text and bounds. ``option_files.py`` reads and writes
+files, ``flags.py`` generates flags.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _option(
     planned: bool = False,
     group: str,
 ) -> Any:
-    """A field: ``planned`` ones change the memory that a step takes, so ``plan`` has them too."""
+    """An option. ``planned`` ones change the memory of a step, so ``plan`` has them, too."""
     facts = {"help": help, "minimum": minimum, "choices": tuple(choices), "planned": planned}
     return dataclasses.field(default=default, metadata={**facts, "group": group})
 
@@ -40,81 +40,85 @@ _optimizer = functools.partial(_option, group="Optimizer")
 _sharding = functools.partial(_option, group="Sharding")
 _folder = functools.partial(_option, group="Output")
 
-#: Parameters are counted with bytes as the vocabulary, and the default length of a sequence.
+#: Parameter counts for a vocabulary of bytes and the default sequence length.
 _PRESET_TEXTS = [f"{name} ({rounded(size.parameters(128))})" for name, size in PRESETS.items()]
-#: Values that options had in earlier versions, by what they are now.
+#: Values from earlier versions that were renamed: (option, old value) to new value.
 _FORMER_VALUES: dict[tuple[str, Any], Any] = {("model", "70b"): "65b"}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to train, on what, and how."""
+    """The options of ``fullshard train`` and ``fullshard plan``."""
 
     model: str = _model(
         "tiny",
-        f"Preset, with its parameters: {', '.join(_PRESET_TEXTS)}.",
+        f"Preset (parameters): {', '.join(_PRESET_TEXTS)}.",
         choices=[*PRESETS],
         planned=True,
     )
-    layers: int = _model(0, "Layers, if not the preset's.", minimum=0, planned=True)
-    heads: int = _model(0, "Attention heads, if not the preset's.", minimum=0, planned=True)
-    width: int = _model(0, "Width, if not the preset's.", minimum=0, planned=True)
+    layers: int = _model(0, "Number of layers; 0: the preset's.", minimum=0, planned=True)
+    heads: int = _model(0, "Number of attention heads; 0: the preset's.", minimum=0, planned=True)
+    width: int = _model(0, "Width of the embeddings; 0: the preset's.", minimum=0, planned=True)
 
-    data: str = _data("", "Folder with text files; without one, Python's own sources.")
-    sequence: int = _data(128, "Tokens (bytes) in a sequence.", minimum=1, planned=True)
+    data: str = _data("", "Folder with text files; default: Python's standard library.")
+    sequence: int = _data(128, "Tokens (bytes) per sequence.", minimum=1, planned=True)
     batch: int = _data(16, "Sequences per step, over all ranks.", minimum=1, planned=True)
-    accumulate: int = _data(1, "Backward passes per step.", minimum=1, planned=True)
-    seed: int = _data(0, "Seed of the parameters and the order of data.", minimum=0)
+    accumulate: int = _data(
+        1, "Backward passes per step (gradient accumulation).", minimum=1, planned=True
+    )
+    seed: int = _data(0, "Seed for the parameters and the order of the data.", minimum=0)
 
-    steps: int = _optimizer(500, "Steps in total.", minimum=1)
+    steps: int = _optimizer(500, "Total number of steps.", minimum=1)
     learning_rate: float = _optimizer(3e-3, "Peak learning rate.", minimum=0)
-    warmup: int = _optimizer(20, "Steps until the learning rate is at its peak.", minimum=0)
+    warmup: int = _optimizer(20, "Warm-up steps, up to the peak learning rate.", minimum=0)
     schedule: str = _optimizer(
         "cosine",
-        "After warm-up: cosine, linear, constant.",
+        "Learning rate after warm-up: cosine, linear, constant.",
         choices=["cosine", "linear", "constant"],
     )
     final_fraction: float = _optimizer(
-        0.1, "Learning rate at the end, as a fraction of the peak.", minimum=0
+        0.1, "Final learning rate, as a fraction of the peak.", minimum=0
     )
-    weight_decay: float = _optimizer(0.1, "AdamW's weight decay.", minimum=0)
-    clip: float = _optimizer(1.0, "Largest gradient norm; 0 does not clip.", minimum=0)
+    weight_decay: float = _optimizer(0.1, "Weight decay of AdamW.", minimum=0)
+    clip: float = _optimizer(1.0, "Maximum gradient norm; 0 turns clipping off.", minimum=0)
 
     ranks: int = _sharding(
-        0, "Ranks on this machine; 0: one per GPU, else 2.", minimum=0, planned=True
+        0, "Ranks on this machine; 0: one per GPU, or 2 without a GPU.", minimum=0, planned=True
     )
     device: str = _sharding(
-        "auto", "auto, cpu, cuda.", choices=["auto", "cpu", "cuda"], planned=True
+        "auto", "Device: auto, cpu, cuda.", choices=["auto", "cpu", "cuda"], planned=True
     )
     strategy: str = _sharding(
         "full_shard",
-        "full_shard, shard_grad_op, no_shard, hybrid_shard.",
+        "Sharding strategy: full_shard, shard_grad_op, no_shard, hybrid_shard.",
         choices=["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"],
         planned=True,
     )
     wrap: str = _sharding(
         "Block",
-        "What becomes a unit: classes by name, size=N for N parameters, or none.",
+        "Modules to wrap: class names, size=N (N parameters or more), or none.",
         planned=True,
     )
     precision: str = _sharding(
         "float32",
-        "Compute in float32 or bfloat16; shards stay in float32.",
+        "Compute dtype, float32 or bfloat16; shards stay in float32.",
         choices=["float32", "bfloat16"],
         planned=True,
     )
-    offload: bool = _sharding(False, "Keep shards and optimizer in host memory.", planned=True)
+    offload: bool = _sharding(
+        False, "Keep shards and optimizer state in host memory.", planned=True
+    )
     checkpoint_activations: bool = _sharding(
-        False, "Recompute the units' activations in backward.", planned=True
+        False, "Recompute the activations of each unit in backward.", planned=True
     )
 
     log_every: int = _folder(10, "Steps between lines of metrics.", minimum=1)
     save_every: int = _folder(100, "Steps between checkpoints; 0: only at the end.", minimum=0)
-    keep: int = _folder(2, "Checkpoints to keep.", minimum=1)
+    keep: int = _folder(2, "Number of checkpoints to keep.", minimum=1)
     sample: int = _folder(200, "Bytes of text to sample at the end.", minimum=0)
 
     def size(self) -> Size:
-        """The preset, with what was given in its place."""
+        """The size of the preset, overridden by the sizes that were given."""
         preset = PRESETS[self.model]
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(Size)}
         return dataclasses.replace(preset, **{name: n for name, n in given.items() if n})
@@ -124,12 +128,12 @@ _FIELDS = {field.name: field for field in dataclasses.fields(Options)}
 
 
 def build_options(values: Mapping[str, Any], source: str) -> Options:
-    """Options from names and values, all checked. ``source`` says where they were written."""
+    """Make options from names and values, and check them. ``source`` names their origin."""
     return Options(**{name: checked_value(name, value, source) for name, value in values.items()})
 
 
 def checked_value(name: str, value: Any, source: str) -> Any:
-    """``value`` if the option ``name`` exists and may have it."""
+    """Return ``value`` if the option ``name`` exists and accepts it; otherwise ``BadInput``."""
     field = _FIELDS.get(name)
     if field is None:
         raise BadInput(f"{source}: there is no option {name!r}{nearest(name, [*_FIELDS])}")
@@ -155,27 +159,30 @@ def checked_value(name: str, value: Any, source: str) -> Any:
 
 
 def _is_utf8(text: str) -> bool:
-    """Whether a file can hold ``text``; Python has surrogates where a command line is no UTF-8."""
+    """Return True if ``text`` can be written to a file.
+
+    Python represents bytes of a command line that are not valid UTF-8 as surrogates.
+    """
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def wrong_kind(source: str, name: str, kind: type, value: Any) -> str:
-    """What is said about a value that is not of the option's ``kind``."""
-    # Each word of a command line is a text; in a file it matters that it was one.
+    """The message about a value that is not of the option's type, ``kind``."""
+    # On the command line every value is text, so its type says nothing; in a file it does.
     found = "" if source == COMMAND_LINE else f" of type {type(value).__name__}"
     return f"{source}: {name} expects {_KINDS[kind]}, but got {value!r}{found}"
 
 
-#: The source of what was given as flags.
+#: The ``source`` of options that were given as flags.
 COMMAND_LINE = "command line"
-#: Numbers from here on fit into no tensor, nor does infinity into a file of metrics.
+#: Numbers from here on do not fit in a tensor, and infinity cannot be written as JSON.
 _TOO_LARGE: Any = 2**63
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
 def nearest(given: str, known: Sequence[str]) -> str:
-    """The end of a sentence about an unknown name: the one that was meant, probably, or all."""
-    return _meant(given, known) or f"; there are {', '.join(known)}"
+    """The end of a message about an unknown name: the most similar known name, or all of them."""
+    return _meant(given, known) or f"; expected one of {', '.join(known)}"
 
 
 def _meant(given: str, known: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
-"""Standard output that never raises: training goes on when nobody can read about it any more.
+"""Standard output that never raises, so that training continues when output is lost.
 
 Terminals close, pipes lose their reader (``fullshard train | head``), disks fill up, and an ASCII
-terminal has no letter for what a model writes.
+terminal cannot show every character that a model writes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["Output", "discard_output"]
 
 
 class Output(io.TextIOBase):
-    """Standard output as it is when this is made.
+    """The standard output of the process at the time of construction.
 
-    What its encoding has no character for is replaced by a question mark. After the first write
-    that fails, everything is dropped.
+    Characters that its encoding does not have are replaced by question marks. After the first write
+    that fails, all further output is discarded.
     """
 
     def __init__(self) -> None:
@@ -63,19 +63,19 @@ class Output(io.TextIOBase):
         self._is_lost = True
         with contextlib.suppress(OSError, ValueError):
             discard_output()
-        # Whoever closed a pipe wants to read no more.
+        # A reader that closed the pipe did so on purpose.
         if sys.stderr is not None and not isinstance(problem, BrokenPipeError):
             with contextlib.suppress(OSError, ValueError):
                 reason = getattr(problem, "strerror", None) or problem
                 print(
-                    f"fullshard: the output cannot be written: {reason}; training goes on",
+                    f"fullshard: cannot write to standard output: {reason}; training continues",
                     file=sys.stderr,
                     flush=True,
                 )
 
 
 def discard_output() -> None:
-    """Lead standard output nowhere, so that Python does not fail on it again when it ends."""
+    """Redirect standard output to the null device, so that Python can flush it when it exits."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, sys.stdout.fileno())

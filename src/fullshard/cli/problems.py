@@ -1,4 +1,4 @@
-"""What a user can do wrong: one line each, shown without a traceback, exit status 2."""
+"""The error for bad input: printed in one line, without a traceback, with exit status 2."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ __all__ = ["BadInput"]
 
 
 class BadInput(Exception):
-    """Input that cannot work. The message says what was given, what is expected, what to do."""
+    """Invalid input. The message says what was given, what was expected, and what to do."""

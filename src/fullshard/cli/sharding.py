@@ -1,4 +1,4 @@
-"""From options to what the wrapper takes: strategy, wrapping policy, precision. Pure decisions."""
+"""Turning options into the wrapper's arguments: strategy, wrapping policy, precision. Pure."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ STRATEGIES = {
 
 
 def compute_dtype(options: Options) -> torch.dtype:
-    """What full parameters and activations are in."""
+    """The dtype of full parameters and activations."""
     return torch.bfloat16 if options.precision == "bfloat16" else torch.float32
 
 
 def mixed_precision(options: Options) -> MixedPrecision | None:
-    """Gradients are summed in full precision, whatever they are computed in."""
+    """The mixed precision of the options; gradients are always reduced in float32."""
     if options.precision == "float32":
         return None
     return MixedPrecision(param_dtype=compute_dtype(options), reduce_dtype=torch.float32)
 
 
 def wrap_policy(model: nn.Module, wrap: str) -> Policy | None:
-    """The policy that ``wrap`` stands for: class names, ``size=N``, or ``none``."""
+    """The policy for the option ``wrap``: class names, ``size=N``, or ``none``."""
     if wrap == "none":
         return None
     if wrap.startswith("size="):
@@ -55,14 +55,14 @@ def wrap_policy(model: nn.Module, wrap: str) -> Policy | None:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.3) or [*known]
             raise BadInput(
-                f"wrap expects class names, size=N or none, but {type(model).__name__} has no "
-                f"{name!r}; did you mean {' or '.join(nearest)}?"
+                f"wrap expects names of module classes, size=N or none, but "
+                f"{type(model).__name__} has no {name!r}; did you mean {' or '.join(nearest)}?"
             )
     return ModuleWrapPolicy(set().union(*(known[name] for name in names)))
 
 
 def checkpoint_units(model: nn.Module, policy: Policy | None) -> None:
-    """Let every module that will be a unit compute its activations again in backward."""
+    """Apply activation checkpointing to every module that will become a unit."""
     for decision in decide(model, policy).decisions:
         module = decision.module
         module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)

@@ -1,4 +1,4 @@
-"""Numbers in sentences."""
+"""Formatting numbers for messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["counted", "rounded"]
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things, in the singular or the plural.
+    """A number with its noun, in the singular or the plural.
 
     >>> counted(1, "file"), counted(2048, "file")
     ('1 file', '2,048 files')

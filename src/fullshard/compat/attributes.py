@@ -1,9 +1,9 @@
-"""Attributes and methods of torch's wrapper that fullshard's classes have while it is installed.
+"""Attributes and methods of torch's wrapper that fullshard's classes get from ``install``.
 
-Programs read them though most are half private. What has a truthful counterpart here is answered
-from it; what has none is not there, and says so as any missing attribute does. They are added by
-``install`` and taken away by ``uninstall``, because natively they would hide attributes of the
-wrapped module, such as ``params``, and because names of parameters differ.
+Programs use them although most are half private. Attributes without a counterpart in fullshard do
+not exist, and raise ``AttributeError`` as usual. ``uninstall`` removes them, because natively they
+would hide attributes of the wrapped module, such as ``params``, and because names of parameters
+differ.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ def _named_parameters(
     recurse: bool = True,
     remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters under torch's names: inside ``summon_full_params`` those of the unwrapped model,
-    elsewhere with ``_fsdp_wrapped_module.`` for every wrapper on the way, as programs select them.
+    """Parameters under torch's names, by which programs select them.
+
+    Inside ``summon_full_params`` these are the names of the unwrapped model; elsewhere they contain
+    ``_fsdp_wrapped_module.`` for every wrapper on the path.
     """
     if wrapper._is_summoned:
         return _native_parameters(wrapper, prefix, recurse, remove_duplicate)
@@ -56,7 +58,7 @@ def _named_buffers(
     recurse: bool = True,
     remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers under torch's names, as :func:`_named_parameters`."""
+    """Buffers under torch's names, see :func:`_named_parameters`."""
     if wrapper._is_summoned:
         return _native_buffers(wrapper, prefix, recurse, remove_duplicate)
     return nn.Module.named_buffers(wrapper, prefix, recurse, remove_duplicate)
@@ -79,7 +81,7 @@ def _reshard(wrapper: FullyShardedDataParallel) -> None:
 
 
 def _device_handle(wrapper: FullyShardedDataParallel) -> Any:
-    """Torch's proxy for the functions of the module of a device, such as ``torch.cuda``."""
+    """Torch's proxy for a device module, such as ``torch.cuda``."""
     return _common_utils._FSDPDeviceHandle.from_device(wrapper.compute_device)
 
 
@@ -119,7 +121,7 @@ def _execution_order(wrapper: FullyShardedDataParallel) -> ExecutionOrder:
 def _register_comm_hook(
     wrapper: FullyShardedDataParallel, state: object, hook: Callable[..., Any]
 ) -> None:
-    """Register ``hook`` whatever arguments it takes: a unit that calls it in vain says so then."""
+    """Register ``hook`` without checking its arguments; a unit that cannot call it raises then."""
     register(wrapper._units(), wrapper._schedule_for_hooks(), state, hook)
 
 
@@ -134,18 +136,18 @@ def _set_comm_hook_state(wrapper: FullyShardedDataParallel, state: object) -> No
         wrapper._unit.reduction.comm_hook = make_hook(state, registered.given)
     elif state is not None:
         raise AttributeError(
-            f"_comm_hook_state of unit {wrapper._unit.name!r} is the state of its hook, and it has "
-            "none: set _comm_hook first"
+            f"_comm_hook_state of unit {wrapper._unit.name!r} is the state of its communication "
+            "hook, but the unit has no hook: set _comm_hook first"
         )
 
 
 class _Absent:
-    """Stands for an attribute that a class did not have."""
+    """Marks an attribute that a class did not have before ``attach``."""
 
 
 _ABSENT = _Absent()
 
-#: What each class gains.
+#: The attributes that each class gets.
 _GAINED: dict[type, dict[str, Any]] = {
     FullyShardedDataParallel: {
         "named_parameters": _named_parameters,
@@ -163,7 +165,7 @@ _GAINED: dict[type, dict[str, Any]] = {
     },
     FlatParamHandle: handle.ATTRIBUTES,
     Piece: flat_parameter.PIECE_ATTRIBUTES,
-    # Flat parameters are plain parameters, because optimizers choose fast paths by exact type.
+    # Flat parameters are plain nn.Parameter objects: optimizers choose fast paths by exact type.
     nn.Parameter: flat_parameter.ATTRIBUTES,
 }
 
@@ -171,7 +173,7 @@ _before: list[tuple[type, str, Any]] = []
 
 
 def attach() -> None:
-    """Give the classes what programs look for on torch's."""
+    """Add torch's attributes to fullshard's classes."""
     for owner, attributes in _GAINED.items():
         for name, value in attributes.items():
             _before.append((owner, name, vars(owner).get(name, _ABSENT)))
@@ -179,7 +181,7 @@ def attach() -> None:
 
 
 def detach() -> None:
-    """Take it away again."""
+    """Undo :func:`attach`."""
     while _before:
         owner, name, value = _before.pop()
         if value is _ABSENT:

@@ -1,7 +1,7 @@
-"""What programs read off a flat parameter of torch's wrapper, answered from its handle.
+"""Attributes of torch's flat parameters, computed from the handle of fullshard's.
 
-The attributes are looked up on ``nn.Parameter`` and exist for flat parameters of fullshard's only:
-to ask any other parameter is an ``AttributeError``, as it is without them.
+They are defined on ``nn.Parameter``, but exist for fullshard's flat parameters only: on any other
+parameter they raise ``AttributeError``, as if they were not defined.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["ATTRIBUTES", "PIECE_ATTRIBUTES", "modules_of", "offsets_of"]
 
 
 class _FromHandle:
-    """Reads an attribute of a flat parameter off its handle.
+    """A descriptor that computes an attribute of a flat parameter from its handle.
 
-    Without ``__set__``, so that torch's own flat parameters can keep attributes of the same name.
+    It has no ``__set__``, so that torch's own flat parameters can have attributes of the same name.
     """
 
     def __init__(self, read: Callable[[FlatParamHandle], Any]) -> None:
@@ -38,7 +38,10 @@ class _FromHandle:
         reference = vars(parameter).get("_handle_reference")
         handle = None if reference is None else reference()
         if handle is None:
-            raise AttributeError(f"{type(parameter).__name__!r} object is no flat parameter")
+            raise AttributeError(
+                f"{type(parameter).__name__!r} object is not a flat parameter of fullshard, so it "
+                "has no such attribute"
+            )
         return self._read(handle)
 
 
@@ -46,10 +49,10 @@ class _FromHandle:
 
 
 def _elements(handle: FlatParamHandle) -> list[tuple[int, bool]]:
-    """The sizes of what lies in the unsharded buffer, in order, and whether each is padding.
+    """The sizes of parameters and padding in the unsharded buffer, in order; True for padding.
 
-    As in torch, padding is listed with original parameters only: what aligns them, and what makes
-    the buffer divisible by the number of ranks.
+    As in torch, padding is listed only with ``use_orig_params=True``: that for alignment, and that
+    which makes the buffer divisible by the number of ranks.
     """
     slots = [(slot.offset, slot.numel, False) for slot in handle.layout.slots]
     if handle.use_orig_params:
@@ -78,14 +81,14 @@ def _sharded_size(handle: FlatParamHandle) -> torch.Size:
 
 
 def _shard_numel_padded(handle: FlatParamHandle) -> int:
-    """Elements at the end of this rank's shard that belong to no parameter and are not listed."""
+    """The elements at the end of this rank's shard that belong to no parameter and no gap."""
     layout = handle.layout
     end = (handle.rank + 1) * layout.shard_numel
     return min(layout.shard_numel, max(0, end - _unpadded_unsharded_size(handle).numel()))
 
 
 def offsets_of(handle: FlatParamHandle) -> list[tuple[int, int]]:
-    """The first and last position of what lies in the unsharded buffer, padding included."""
+    """The first and last position of each parameter and padding in the unsharded buffer."""
     offsets, position = [], 0
     for numel, _ in _elements(handle):
         offsets.append((position, position + numel - 1))
@@ -101,21 +104,21 @@ def _local_shard(handle: FlatParamHandle) -> torch.Tensor:
 
 
 def _full_param_padded(handle: FlatParamHandle) -> torch.Tensor:
-    """The full buffer of forward and backward; it has memory while the unit is unsharded."""
+    """The full buffer for forward and backward; it has memory while the unit is unsharded."""
     if not handle.is_sharded:
         raise AttributeError("_full_param_padded is for sharded strategies only")
     return handle.buffer(handle.dtypes.compute).flat
 
 
 def _full_prec_full_param_padded(handle: FlatParamHandle) -> torch.Tensor:
-    """The full buffer of ``summon_full_params`` and of evaluation in full precision."""
+    """The full buffer for ``summon_full_params`` and for evaluation in full precision."""
     if not (handle.is_sharded and _computes_in_low_precision(handle)):
         raise AttributeError("_full_prec_full_param_padded is for mixed precision and sharding")
     return handle.buffer(handle.dtypes.shard).flat
 
 
 def _mp_shard(handle: FlatParamHandle) -> torch.Tensor:
-    """This rank's shard in compute precision, which lies inside the full buffer."""
+    """This rank's shard in compute precision, a slice of the full buffer."""
     if not _computes_in_low_precision(handle):
         raise AttributeError("_mp_shard is for mixed precision only")
     return handle.buffer(handle.dtypes.compute).own
@@ -156,7 +159,7 @@ def _shared_params(handle: FlatParamHandle) -> list[nn.Parameter] | None:
 
 
 def modules_of(handle: FlatParamHandle) -> set[nn.Module]:
-    """The modules whose parameters lie in the buffer."""
+    """The modules whose parameters are in the flat buffer."""
     return {place.module for places in handle.places for place in places}
 
 
@@ -180,7 +183,7 @@ def _fsdp_flattened(handle: FlatParamHandle) -> bool:
     return True
 
 
-#: What flat parameters gain.
+#: The attributes that flat parameters get.
 ATTRIBUTES: dict[str, Any] = {
     read.__name__: _FromHandle(read)
     for read in (
@@ -211,7 +214,7 @@ def _if_in_shard(read: Callable[[Piece], int]) -> property:
     return property(lambda piece: read(piece) if piece.in_shard else None)
 
 
-#: What the entries of ``_shard_param_infos`` gain.
+#: The attributes that the entries of ``_shard_param_infos`` get.
 PIECE_ATTRIBUTES: dict[str, Any] = {
     "offset_in_shard": _if_in_shard(lambda piece: piece.offset),
     "numel_in_shard": _if_in_shard(lambda piece: piece.numel),

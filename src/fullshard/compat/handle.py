@@ -1,4 +1,4 @@
-"""What programs read off a handle of torch's wrapper, and the methods that they call on it."""
+"""Attributes and methods of torch's handles that programs use, for fullshard's handles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _uses_sharded_strategy(handle: FlatParamHandle) -> bool:
 
 
 def _aligned_numel(handle: FlatParamHandle) -> int:
-    """Elements that parameters are padded to; 0 where they are not."""
+    """The number of elements to whose multiples parameters are padded; 0 without padding."""
     return alignment_elements(handle.dtypes.compute.itemsize) if handle.use_orig_params else 0
 
 
@@ -34,7 +34,7 @@ def _fqns_in_shard(handle: FlatParamHandle) -> list[str]:
 
 
 def _sharded_grad(handle: FlatParamHandle) -> torch.Tensor | None:
-    """This rank's gradient shard of a flat parameter, once it is reduced."""
+    """This rank's gradient shard of the flat parameter, once it is reduced."""
     return None if handle.local_gradients else handle.flat_param.grad
 
 
@@ -43,18 +43,18 @@ def _device_handle(handle: FlatParamHandle) -> Any:
 
 
 def _parameter_modules(handle: FlatParamHandle) -> Iterator[tuple[str, str]]:
-    """The names of all parameters and of their modules, those that share one with others last."""
+    """The names of all parameters and of their modules; further names of shared ones come last."""
     first = ((places[0].name, places[0].parent) for places in handle.places)
     return itertools.chain(first, _shared_parameter_modules(handle))
 
 
 def _shared_parameter_modules(handle: FlatParamHandle) -> Iterator[tuple[str, str]]:
-    """The further names of parameters that have several, and of the modules that have them."""
+    """The further names of shared parameters, and of the modules that hold them."""
     return ((place.name, place.parent) for places in handle.places for place in places[1:])
 
 
 def _use_unsharded_views(handle: FlatParamHandle, as_params: bool) -> None:
-    """Put full parameters in the modules' places; only while the handle's unit is unsharded."""
+    """Put full parameters into the modules; only while the handle's unit is unsharded."""
     buffer = handle.allocated_buffer()
     if buffer is None:
         full = torch.Size([handle.layout.numel])
@@ -73,11 +73,11 @@ def _use_unsharded_views(handle: FlatParamHandle, as_params: bool) -> None:
 
 
 def _use_sharded_views(handle: FlatParamHandle) -> None:
-    """Put this rank's pieces in the modules' places."""
+    """Put this rank's sharded parameters into the modules."""
     handle.show_sharded()
 
 
-#: What handles gain.
+#: The attributes that handles get.
 ATTRIBUTES: dict[str, Any] = {
     "uses_sharded_strategy": property(_uses_sharded_strategy),
     "world_size": property(lambda handle: handle.layout.world_size),

@@ -1,7 +1,7 @@
-"""What stands in whose place: for every module of ``torch.distributed.fsdp``, its names and ours.
+"""The replacements: for every module of ``torch.distributed.fsdp``, torch's names and our objects.
 
-A name that is missing here is left as torch has it, unless it belongs to a module of torch's
-engine: such functions look for state that fullshard's units do not have, and are refused.
+Other names keep their meaning, except functions in the modules of torch's engine: they need state
+that fullshard's units do not have, so they are replaced by functions that raise an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PACKAGE = "torch.distributed.fsdp"
 
 
 class Replacement(NamedTuple):
-    """One name of torch's, what it stood for, and what of ours stands for it."""
+    """One name of torch's, its original object, and our object that replaces it."""
 
     name: str
     original: Any
@@ -40,7 +40,7 @@ class Replacement(NamedTuple):
 
 _RESHARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
-#: Ours, by torch's module and name.
+#: Our objects, by torch's module and name.
 TABLE: dict[str, dict[str, Any]] = {
     "": {
         "register_fsdp_forward_method": private.register_fsdp_forward_method,
@@ -131,7 +131,7 @@ TABLE: dict[str, dict[str, Any]] = {
     },
 }
 
-#: Ours in modules of torch that are built on those, by the module's whole name.
+#: Our objects in other modules of torch, by the module's full name.
 ELSEWHERE: dict[str, dict[str, Any]] = {
     "torch.distributed.checkpoint.state_dict": {"_get_fqns": private._get_fqns},
 }
@@ -145,7 +145,7 @@ ENGINE = (
     "_unshard_param_utils",
     "_wrap_utils",
 )
-#: Functions among them that ask nothing of that engine.
+#: Functions in these modules that do not depend on that engine.
 LEFT_ALONE = {
     "_cast_buffers_to_dtype_and_device",
     "_get_managed_param_to_fqn",
@@ -160,8 +160,8 @@ WITHOUT_EFFECT = {"_fsdp_extensions": ("_set_fsdp_extensions",)}
 
 @functools.cache
 def replacements() -> tuple[Replacement, ...]:
-    """Every replacement that this version of torch has a place for."""
-    # Policies that were made before are policies to those who ask for ours.
+    """All replacements whose names exist in this version of torch."""
+    # Policies created with torch's classes before pass isinstance checks against ours.
     wrap._Policy.register(importlib.import_module(f"{PACKAGE}.wrap")._Policy)
     return tuple(_from_table()) + tuple(_refusals())
 
@@ -196,11 +196,10 @@ def _module(home: str) -> ModuleType:
 def _refusal(path: str) -> Callable[..., Any]:
     def refused(*_: Any, **__: Any) -> Any:
         raise NotImplementedError(
-            f"{path} is part of torch's own FSDP engine, and fullshard.compat.install() has put "
-            "fullshard's in its place, which has no such function. Use the public methods of "
-            "FullyShardedDataParallel. If the call came from a model that torch itself had "
-            "wrapped before install(), wrap it after install(), or call "
-            "fullshard.compat.uninstall() first."
+            f"{path} is part of torch's own FSDP engine, which fullshard.compat.install() has "
+            "replaced by fullshard's; fullshard has no such function. Use the public methods of "
+            "FullyShardedDataParallel. If the call came from a model that was wrapped by torch "
+            "before install(), wrap it after install(), or call fullshard.compat.uninstall() first."
         )
 
     refused.__name__ = path.rpartition(".")[2]

@@ -1,7 +1,7 @@
 """Stand-ins for private functions of torch's FSDP that programs and torch's own tests call.
 
-They have torch's names and parameters, and answer from fullshard's wrappers. Where torch speaks
-of a state beside a module, both are the wrapper here.
+They have torch's names and parameters, and work on fullshard's wrappers. Where torch has a state
+object and a module, both are the wrapper here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fullshard.api import ShardingStrategy
 from fullshard.engine.comm.process_groups import groups_by_node
 from fullshard.engine.params.handle import FlatParamHandle
 from fullshard.engine.params.locations import clean_tensor_name
-from fullshard.state.model.state_hooks import FLAT_NAME
+from fullshard.state.model.unit_state import FLAT_NAME
 
 _names_in_torch = torch.distributed.checkpoint.state_dict._get_fqns
 _register_in_torch = torch.distributed.fsdp.register_fsdp_forward_method
@@ -31,9 +31,9 @@ Wrappers = list[FullyShardedDataParallel]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method gather parameters as ``forward`` does: of our wrapper, or after ``fully_shard``.
+    """Make a method unshard parameters as ``forward`` does.
 
-    Does nothing on a module that is neither.
+    Works on our wrapper and on modules of ``fully_shard``; does nothing on other modules.
     """
     if isinstance(module, (FullyShardedDataParallel, fullshard.FSDPModule)):
         fullshard.register_fsdp_forward_method(module, method_name)
@@ -90,7 +90,7 @@ def _get_sharding_strategy(handle: FlatParamHandle | None) -> ShardingStrategy |
 def _init_intra_and_inter_node_groups(
     global_process_group: Any, num_devices_per_node: int
 ) -> tuple[Any, Any]:
-    """Groups of nodes of a given size, and of the ranks that have the same place in each."""
+    """The process groups within nodes of the given size, and across these nodes."""
     groups = groups_by_node(global_process_group, num_devices_per_node)
     return groups.shards, groups.copies
 
@@ -119,14 +119,14 @@ def _is_valid_hybrid_shard_device_mesh(device_mesh: Any) -> bool:
 
 
 def _is_fsdp_flattened(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a flat parameter, or was marked as flattened by torch's own code."""
+    """Return True for a flat parameter, or a tensor that torch's own code marked as flattened."""
     return isinstance(tensor, FlatParameter) or getattr(tensor, "_fsdp_flattened", False)
 
 
 def _get_param_to_fqns(
     model: nn.Module, dedup_shared_params: bool = True
 ) -> dict[nn.Parameter, list[str]]:
-    """The names, in the unwrapped model, of what each parameter holds."""
+    """Map each parameter to the fully qualified names of the parameters that it contains."""
     names: dict[nn.Parameter, list[str]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
         if parameter not in names:
@@ -143,28 +143,28 @@ def _names_of(path: str, parameter: Any) -> list[str]:
 
 
 def _beside(path: str, names: Iterable[str]) -> list[str]:
-    """A unit's ``names``, as the root knows them, which knows its flat parameter as ``path``."""
+    """The ``names`` of a unit's parameters, relative to the root (``path``: its flat parameter)."""
     unit = clean_tensor_name(path).rpartition(".")[0]
     return [f"{unit}.{name}" if unit else name for name in names]
 
 
 def _get_fqns(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> set[str]:
-    """What ``torch.distributed.checkpoint`` calls a parameter, by the name that it has here.
+    """The fully qualified names that ``torch.distributed.checkpoint`` uses for a parameter.
 
-    Torch's own function expects a wrapper's prefix before the name of a flat parameter; ours are
-    named as in the unwrapped model.
+    Torch's own function expects a wrapper's prefix before the name of a flat parameter; here names
+    are those of the unwrapped model.
     """
     known = clean_tensor_name(name)
     if known.rpartition(".")[2] != FLAT_NAME:
         return _names_in_torch(model, name, *args, **kwargs)
     flat: Any = functools.reduce(getattr, known.split("."), model)
-    # Modifiers of names are given by who loads a model, which has a shared parameter under each of
-    # its names. Optimizers have it once.
+    # Further arguments are passed when a model is loaded, in which a shared parameter has all its
+    # names. In optimizers it has only one.
     return set(_beside(known, _paths_in(model, flat) if args else flat._fqns))
 
 
 def _paths_in(model: nn.Module, flat: Any) -> list[str]:
-    """All names of the parameters in ``flat``, as its unit knows them."""
+    """All names of the parameters in ``flat``, relative to its unit."""
     handles = (h for wrapper in _get_fsdp_states(model) for h in wrapper._unit.handles)
     found = [handle.places for handle in handles if handle.flat_param is flat]
     return [place.path for of_handle in found for places in of_handle for place in places]
@@ -173,7 +173,7 @@ def _paths_in(model: nn.Module, flat: Any) -> list[str]:
 def _get_handle_fqns_from_root(
     state: FullyShardedDataParallel, handle: FlatParamHandle | None
 ) -> list[str] | None:
-    """The names of a handle's parameters, as the root knows them; None without a handle."""
+    """The names of a handle's parameters, relative to the root; None without a handle."""
     if handle is None:
         return None
     unit = state._unit.name

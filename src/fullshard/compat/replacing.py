@@ -1,8 +1,8 @@
-"""Putting fullshard's names in place of torch's, and taking them out again.
+"""Replacing torch's objects by fullshard's, and restoring them.
 
-Torch's modules keep the objects they imported from each other under any name, so an object is
-replaced wherever a module of torch holds it. The modules that make up torch's ``fully_shard`` keep
-their own, so that models to which it was applied before go on working.
+Torch's modules import objects from each other under any name, so an object is replaced in every
+module of torch that has it. The modules that implement torch's ``fully_shard`` (FSDP2) keep their
+own, so that models to which it was applied before go on working.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _changes: list[_Change] = []
 
 
 def install() -> None:
-    """Put fullshard's classes and functions in place of torch's FSDP names, of both generations.
+    """Replace torch's FSDP, of both generations, by fullshard.
 
-    From here on ``from torch.distributed.fsdp import FullyShardedDataParallel`` and
-    ``torch.distributed.fsdp.FullyShardedDataParallel`` are fullshard's, as are the names in the
-    submodules and whatever else in torch holds them. Call it before the program imports those
-    names, and before models are wrapped. Calling it again does nothing.
+    After this call ``from torch.distributed.fsdp import FullyShardedDataParallel`` and
+    ``torch.distributed.fsdp.FullyShardedDataParallel`` give fullshard's class, and so do the names
+    in the submodules and everywhere else in torch. Call it before the program imports those names
+    and wraps models. This includes ``fully_shard``. Calling it again does nothing.
 
     >>> fullshard.compat.install()
     """
@@ -60,9 +60,9 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give torch its own names back, also in modules that were imported since :func:`install`.
+    """Restore torch's own FSDP, also in modules that were imported since :func:`install`.
 
-    Models that were wrapped in between go on working: they are fullshard's.
+    Models that were wrapped in between stay fullshard's, and continue to work.
     """
     with _lock:
         if not _changes:
@@ -81,12 +81,12 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Whether torch's names are fullshard's now."""
+    """Return True if torch's FSDP is currently replaced by fullshard's."""
     return bool(_changes)
 
 
 def _warn_of_earlier_imports() -> None:
-    """Name the modules outside of torch that will go on using torch's wrapper."""
+    """Warn about modules outside torch that will still use torch's wrapper."""
     theirs = torch.distributed.fsdp.FullyShardedDataParallel
     late = sorted(
         name
@@ -97,15 +97,15 @@ def _warn_of_earlier_imports() -> None:
     if late:
         warnings.warn(
             f"{', '.join(late)} imported FullyShardedDataParallel from torch before "
-            "fullshard.compat.install() and will go on using torch's; call install() before that "
-            "import, or start the program with `fullshard run`",
+            "fullshard.compat.install() and will continue to use torch's; call install() before "
+            "that import, or start the program with `fullshard run`",
             UserWarning,
             stacklevel=3,
         )
 
 
 def _original_of(candidates: list[Replacement], name: str) -> Any:
-    """What ``name`` stood for; one object of ours may stand for several of torch's."""
+    """The original object of ``name``; one object of ours may replace several of torch's."""
     return next((c.original for c in candidates if c.name == name), candidates[0].original)
 
 

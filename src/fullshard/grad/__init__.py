@@ -1,1 +1,1 @@
-"""What users do with gradients: clipping, scaling, communication hooks."""
+"""Gradient clipping, gradient scaling and communication hooks."""

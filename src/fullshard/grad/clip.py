@@ -1,4 +1,4 @@
-"""``clip_grad_norm_``: one norm over gradients of which every rank has a part."""
+"""``clip_grad_norm_``: clips by the norm over the gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..engine.params.tensor_parallel import Distribution, is_distributed, local_
 from ..engine.runtime.forward import Schedule
 from ..engine.runtime.unit import Unit
 
-#: This rank's parts of gradients, by the groups of ranks that have the other parts. A gradient
-#: that is sharded and tensor-parallel has other parts in two groups, a whole one in none.
+#: This rank's parts of gradients, by the process groups whose ranks have the other parts. A
+#: gradient that is sharded and tensor-parallel has two groups, an unsharded one has none.
 _Found = dict[tuple[Group, ...], list[torch.Tensor]]
 
 
@@ -27,10 +27,10 @@ def clip_grad_norm(
     max_norm: float | torch.Tensor,
     norm_type: float,
 ) -> torch.Tensor:
-    """Scale the gradients of ``model`` in place; return their norm before it."""
+    """Clip the gradients of ``model`` in place; return their norm before clipping."""
     _check(schedule, units, norm_type)
     if not isinstance(max_norm, torch.Tensor):
-        # Programs pass on what they read from a command line or a file.
+        # Programs pass strings that they read from a command line or a file.
         max_norm = float(max_norm)
     found = _gradients(model, units)
     gradients = [gradient for part in found.values() for gradient in part]
@@ -55,21 +55,21 @@ def _check(schedule: Schedule, units: Sequence[Unit], norm_type: float) -> None:
     if not units or units[0] is not schedule.root:
         name = units[0].name if units else "?"
         raise RuntimeError(
-            "`clip_grad_norm_()` should only be called on the root FSDP instance: the norm is the "
-            f"whole model's, and unit {name!r} is a part of {schedule.root.name!r}"
+            "`clip_grad_norm_()` should only be called on the root FSDP instance: the norm is that "
+            f"of the whole model, and unit {name!r} is nested in {schedule.root.name!r}"
         )
     if not schedule.wait_until_idle():
         raise RuntimeError(
-            "clip_grad_norm_() in the middle of a forward or backward, where gradients are not "
-            "complete: call it after backward"
+            "clip_grad_norm_() was called in the middle of a forward or backward, when gradients "
+            "are not complete. Call it after backward"
         )
     if not float(norm_type) > 0:
         raise ValueError(f"clip_grad_norm_() expects a norm_type above 0, but got {norm_type}")
     pending = [u.name for u in units if any(h.keeps_local_gradients for h in u.handles)]
     if pending:
         raise RuntimeError(
-            f"Units {pending} hold unreduced gradients (no_sync), which differ between ranks; run "
-            "a backward outside no_sync() before clipping"
+            f"Units {pending} hold unreduced gradients of a backward inside no_sync(), which "
+            "differ between ranks. Run a backward outside no_sync() before clipping"
         )
 
 
@@ -92,7 +92,7 @@ def _gradients(model: nn.Module, units: Sequence[Unit]) -> _Found:
 
 
 def _add_distributed(found: _Found, handle: FlatParamHandle, groups: tuple[Group, ...]) -> None:
-    """Add gradients of a unit of which some are tensor-parallel."""
+    """Add the gradients of a group of parameters of which some are tensor-parallel."""
     pieces: Iterable[tuple[int, torch.Tensor | None]]
     if handle.use_orig_params:
         pieces = enumerate(p.grad for p in handle.params)
@@ -101,7 +101,7 @@ def _add_distributed(found: _Found, handle: FlatParamHandle, groups: tuple[Group
         pieces = [] if flat is None else handle.cut(flat)
     keys = [(*groups, *(d.parts if d else ())) for d in handle.distributions]
     for key in keys:
-        # All ranks of a group come to its sum, also those that have nothing to add.
+        # All ranks of a process group call its all-reduce, also those without gradients.
         found.setdefault(key, [])
     for index, piece in pieces:
         if piece is not None:
@@ -114,15 +114,15 @@ def _add_unmanaged(found: _Found, parameter: nn.Parameter) -> None:
     if parameter.grad is None:
         return
     if distribution is not None:
-        # A mesh may have left terms of a sum; what is scaled has to be what was measured.
+        # A partial gradient is summed over the mesh, so that the norm is that of what is scaled.
         parameter.grad = distribution.placed(parameter.grad)
     part.append(local_part(parameter.grad))
 
 
 def _total_norm(found: _Found, root: Unit, p: float) -> torch.Tensor:
-    """The norm over all ranks, made of every part's norm to the power of ``p`` (or their maximum).
+    """The norm over all ranks: the root of the sum of each part's norm to the power of ``p``.
 
-    Parts are added up in double precision, where large powers do not overflow.
+    For an infinite ``p`` it is the maximum. The sum is in float64, so that powers do not overflow.
     """
     device = root.device
     powers: list[torch.Tensor] = []
@@ -140,14 +140,14 @@ def _total_norm(found: _Found, root: Unit, p: float) -> torch.Tensor:
 
 
 def _maximum(value: torch.Tensor, group: Group, unit: str) -> torch.Tensor:
-    """The largest over the ranks; NaN if any is, which backends lose when they compare."""
+    """All-reduce the maximum; NaN if a rank has NaN, which backends' maximum ignores."""
     pair = torch.stack([value.nan_to_num(0.0, posinf=math.inf), value.isnan().to(value.dtype)])
     group.all_reduce_max(pair, unit, "norm")
     return torch.where(pair[1] > 0, math.nan, pair[0])
 
 
 def _power(gradients: Sequence[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
-    """The sum of |g|^p over this rank's elements (their maximum if ``p`` is inf)."""
+    """The sum of |g|^p over this rank's elements, or for an infinite ``p`` their maximum."""
     norms: list[torch.Tensor] = []
     for group in _alike(gradients):
         wide = torch.promote_types(group[0].dtype, torch.float32)
@@ -165,13 +165,13 @@ def _scale(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         if torch.finfo(group[0].dtype).bits >= 32:
             torch._foreach_mul_(group, wide_factor)
             continue
-        # A GPU would round the factor to the gradients' precision, and the product once more.
+        # In low precision a GPU would round the factor and then the product.
         for gradient in group:
             gradient.copy_(gradient * wide_factor.view(1))
 
 
 def _alike(gradients: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """Gradients with elements, those of one device and dtype together."""
+    """Gradients with elements, grouped by device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():

@@ -1,8 +1,8 @@
 """Communication hooks: functions that reduce a unit's gradients in place of the engine.
 
-A hook is called with the state it was registered with, a unit's whole flat gradient, and, where
-the unit is sharded, the tensor in which to leave this rank's shard of the average. The hooks here
-have the names and arguments of those in ``torch.distributed.algorithms._comm_hooks``.
+The engine calls a hook with the state it was registered with, a unit's full flat gradient and, for
+a sharded unit, the tensor into which the hook writes this rank's shard of the average. The hooks
+here have the names and arguments of those in ``torch.distributed.algorithms._comm_hooks``.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ..engine.runtime.unit import Unit
 
 Hook = Callable[..., Any]
 
-#: How the ranks' agreement names the units that a hook communicates for.
+#: The name of the unit, in the order check and in errors, when a hook calls a collective.
 _UNIT = "(in a communication hook)"
 
 
 class DefaultState:
-    """The ranks to average over, and the factors to divide by before and after summing.
+    """The process group to average over, and the factors to divide by before and after the sum.
 
-    Their product is the number of ranks; dividing in two steps keeps sums in low precision from
-    overflowing, and their parts from vanishing.
+    The product of both factors is the number of ranks. Dividing in two steps avoids overflow and
+    underflow in low precision.
     """
 
     def __init__(self, process_group: Any) -> None:
@@ -41,7 +41,7 @@ class DefaultState:
 
 
 class LowPrecisionState(DefaultState):
-    """For hooks that communicate in low precision; results are in ``parameter_type``."""
+    """State of hooks that communicate in low precision and return ``parameter_type``."""
 
     def __init__(self, process_group: Any, parameter_type: torch.dtype = torch.float32) -> None:
         super().__init__(process_group)
@@ -49,13 +49,13 @@ class LowPrecisionState(DefaultState):
 
 
 def _predivide_factor(world_size: int) -> float:
-    """The first power of two that is at least the root of ``world_size`` or does not divide it."""
+    """The least power of two that is at least the root of ``world_size`` or does not divide it."""
     powers = (2**exponent for exponent in count())
     return float(next(f for f in powers if world_size % f or f * f >= world_size))
 
 
 def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
-    """Average ``grad`` over the ranks, in place: what ``NO_SHARD`` does without a hook."""
+    """All-reduce ``grad`` to its average in place, as ``NO_SHARD`` does without a hook."""
     if state.gradient_predivide_factor > 1:
         grad.div_(state.gradient_predivide_factor)
     group_for(state.process_group).all_reduce(grad, _UNIT)
@@ -64,7 +64,7 @@ def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
 
 
 def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor) -> None:
-    """Leave this rank's shard of the average of ``grad`` in ``output``; ``grad`` is scratch."""
+    """Reduce-scatter the average of ``grad`` into ``output``; overwrites ``grad``."""
     if state.gradient_predivide_factor > 1:
         grad.div_(state.gradient_predivide_factor)
     group_for(state.process_group).reduce_scatter(output, grad, _UNIT)
@@ -75,14 +75,14 @@ def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.T
 def fp16_compress_hook(
     state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> None:
-    """Average gradients in float16, with or without sharding."""
+    """Average gradients in float16, for sharded and unsharded units."""
     _compress(torch.float16, state, grad, output)
 
 
 def bf16_compress_hook(
     state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> None:
-    """Average gradients in bfloat16, with or without sharding."""
+    """Average gradients in bfloat16, for sharded and unsharded units."""
     _compress(torch.bfloat16, state, grad, output)
 
 
@@ -99,28 +99,28 @@ def _compress(
         output.data = shard.to(state.parameter_type)
 
 
-_OWN: dict[str, Hook] = {
+_HOOKS: dict[str, Hook] = {
     hook.__name__: hook
     for hook in (allreduce_hook, reduce_scatter_hook, fp16_compress_hook, bf16_compress_hook)
 }
 
 
 def _adopt(hook: Hook) -> Hook:
-    """Torch's hooks as ours, which also run where there is no accelerator."""
-    is_torchs = getattr(hook, "__module__", "").startswith("torch.distributed.algorithms.")
-    return _OWN.get(getattr(hook, "__name__", ""), hook) if is_torchs else hook
+    """Replace a hook of torch by ours of the same name, which also runs without an accelerator."""
+    is_torch_hook = getattr(hook, "__module__", "").startswith("torch.distributed.algorithms.")
+    return _HOOKS.get(getattr(hook, "__name__", ""), hook) if is_torch_hook else hook
 
 
 def register(units: Sequence[Unit], schedule: Schedule, state: object, hook: Hook) -> None:
-    """Have ``hook`` reduce the gradients of ``units`` from now on."""
+    """Let ``hook`` reduce the gradients of ``units`` from now on."""
     if not callable(hook):
         raise ValueError(f"The communication hook must be callable but got {hook!r}")
     if any(unit.reduction.comm_hook is not None for unit in units):
         raise AssertionError("A communication hook is already registered")
     if not schedule.wait_until_idle():
         raise RuntimeError(
-            "register_comm_hook in the middle of a forward or backward, where some units have "
-            "reduced their gradients already: call it between steps"
+            "register_comm_hook was called in the middle of a forward or backward, when some units "
+            "may have reduced their gradients already. Call it between steps"
         )
     registered = make_hook(state, hook)
     for unit in units:
@@ -128,14 +128,14 @@ def register(units: Sequence[Unit], schedule: Schedule, state: object, hook: Hoo
 
 
 def make_hook(state: object, hook: Hook) -> CommHook:
-    """A hook as the engine calls it: torch's own become ours, which run everywhere."""
+    """The hook as the engine calls it; hooks of torch are replaced by those of this file."""
     return CommHook(state, _adopt(hook), hook)
 
 
 def check_fits_some_unit(units: Sequence[Unit], hook: Hook) -> None:
-    """Refuse (TypeError) a hook that no unit with parameters could call.
+    """Raise TypeError if ``hook`` has the wrong arguments for all units with parameters.
 
-    One that fits some units only may be meant for a model of which the others never call it.
+    A hook with the right arguments for some units is accepted: the others may never call it.
     """
     own = make_hook(None, hook)
     problem: TypeError | None = None

@@ -1,4 +1,4 @@
-"""``ShardedGradScaler``: gradient scaling where every rank sees a part of the gradients only."""
+"""``ShardedGradScaler``: gradient scaling for gradients that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from ..engine.comm.collectives import as_real, group_for
 
-#: How the ranks' agreement names what the scaler does.
+#: The name of the scaler in the order check and in errors.
 _NAME = "gradient scaler"
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` for sharded gradients: an inf or NaN on one rank counts for all.
+    """``torch.amp.GradScaler`` for sharded gradients: if one rank finds inf or NaN, all skip.
 
     >>> scaler = ShardedGradScaler()
     >>> scaler.scale(loss).backward()
@@ -24,10 +24,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
     >>> scaler.step(optimizer)
     >>> scaler.update()
 
-    All ranks of ``process_group`` (by default all there are) call its methods in the same order.
-    Gradients may be on any device, also on the host while the loss is not, and in any precision;
-    a rank may have none at all. On a machine without a GPU pass ``device="cpu"``: with the default
-    the scaler disables itself there, as torch's does.
+    All ranks of ``process_group`` (by default all ranks) call its methods in the same order.
+    Gradients may be on any device, also in host memory while the loss is on a GPU, and in any
+    precision. A rank may have no gradients. On a machine without a GPU pass ``device="cpu"``: with
+    the default device the scaler disables itself there, as torch's does.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self.process_group = process_group
 
     def scale(self, outputs: Any) -> Any:
-        """``outputs`` (a tensor, or an iterable of such) times the scale.
+        """Multiply ``outputs``, a tensor or an iterable of tensors, by the scale.
 
-        Each keeps its dtype: a loss in float16 is scaled in float16.
+        Each result has the dtype of its output: a float16 loss is scaled in float16.
         """
         if not self.is_enabled():
             return outputs
@@ -69,14 +69,14 @@ class ShardedGradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscale in place; return whether any rank found an inf, as a tensor by its device.
+        """Unscale gradients in place; return a tensor, by device, that tells if a rank found inf.
 
-        Gradients in float16 are unscaled whatever ``allow_fp16`` says: they are what
-        ``keep_low_precision_grads`` asks for.
+        Gradients in float16 are unscaled even if ``allow_fp16`` is False:
+        ``keep_low_precision_grads`` produces them.
         """
         with torch.no_grad():
             for (device, _), gradients in _gradients(optimizer).items():
-                # The copies are not asynchronous: the host may read what a device computes.
+                # These copies are synchronous, because the host may read what a device computes.
                 found = found_inf.to(device)
                 torch._amp_foreach_non_finite_check_and_unscale_(
                     gradients, found, inv_scale.to(device)
@@ -95,8 +95,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
             raise TypeError(
-                "A ShardedGradScaler can be pickled when it uses the default process group; this "
-                "one was given a group, which another process would not know. Save state_dict()"
+                "A ShardedGradScaler with a process_group cannot be pickled, because another "
+                "process does not have the group. Save state_dict(), or use the default group"
             )
         return super().__getstate__()
 
@@ -104,7 +104,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 def _gradients(
     optimizer: torch.optim.Optimizer,
 ) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """The values of the optimizer's gradients, those of one device and dtype together."""
+    """The optimizer's gradients, grouped by device and dtype."""
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     parameters: Iterable[torch.Tensor] = (
         parameter for group in optimizer.param_groups for parameter in group["params"]
@@ -113,7 +113,7 @@ def _gradients(
         if parameter.grad is None:
             continue
         if parameter.grad.is_sparse:
-            # Coalesced first, since adding up duplicates may be what overflows.
+            # Coalesced first: adding up duplicate indices may overflow.
             parameter.grad = parameter.grad.coalesce()
             values = parameter.grad._values()
         else:

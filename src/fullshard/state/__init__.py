@@ -1,1 +1,1 @@
-"""What users save and load: full parameters, state dicts of models and optimizers, checkpoints."""
+"""Full parameters, state dicts of models and optimizers, and checkpoints."""

@@ -1,6 +1,6 @@
-"""Real ranks for tests: a function runs in real processes with a real process group.
+"""Real ranks for tests: runs a function in real processes with a real process group.
 
-The names below are public. docs/testing.md shows how they are used.
+The names below are public. docs/testing.md shows how to use them.
 """
 
 from .decorator import ranks

@@ -1,7 +1,7 @@
-"""``python -m fullshard.testing``: run test modules where pytest is not installed.
+"""``python -m fullshard.testing``: run test modules without pytest.
 
-It is meant for machines that have torch and nothing else, such as a borrowed GPU. Modules
-that need hypothesis are skipped there, with a line that says so; so are tests with fixtures.
+It is for machines that have torch and nothing else, such as a borrowed GPU. It skips modules that
+need hypothesis and tests that use fixtures, and prints a line for each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .session import close_session, current_session
 
 
 def main(arguments: list[str]) -> int:
-    """Run the tests that the arguments name; returns the exit status."""
+    """Run the tests named by the arguments; returns the exit status."""
     options = _parser().parse_args(arguments)
     if options.device is not None:
         os.environ[DEVICE_VARIABLE] = options.device
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     except ImportError:
         pytest_stand_in.install()
     _let_cases_take_their_time()
-    # As with python -m pytest, tests may import from the folder the command runs in.
+    # As with python -m pytest, tests may import from the working directory.
     sys.path.insert(0, os.getcwd())
     results: Counter[str] = Counter()
     began = time.monotonic()
@@ -56,21 +56,23 @@ def main(arguments: list[str]) -> int:
         f"in {time.monotonic() - began:.2f} s"
     )
     if not results:
-        print("error: no tests found: give test files or folders of them", file=sys.stderr)
+        print("error: no tests found: pass test files or folders of test files", file=sys.stderr)
         return 2
     return 1 if results["failed"] or results["interrupted"] else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fullshard.testing", description=__doc__)
-    parser.add_argument("paths", nargs="+", type=Path, help="test files, or folders of them")
-    parser.add_argument("--device", choices=DEVICE_TYPES, help="the device that ranks compute on")
-    parser.add_argument("-k", dest="keyword", default="", help="only tests whose name contains it")
+    parser.add_argument("paths", nargs="+", type=Path, help="test files, or folders of test files")
+    parser.add_argument("--device", choices=DEVICE_TYPES, help="the device of the ranks")
+    parser.add_argument(
+        "-k", dest="keyword", default="", help="run only tests whose name contains this"
+    )
     return parser
 
 
 def _let_cases_take_their_time() -> None:
-    """Switch off hypothesis's time limit for a case: the first one on ranks starts them."""
+    """Turn off hypothesis's deadline, which the first case would miss: it starts the ranks."""
     try:
         hypothesis = importlib.import_module("hypothesis")
     except ImportError:

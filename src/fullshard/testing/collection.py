@@ -1,4 +1,4 @@
-"""Finding tests in files without pytest: modules, functions, and cases of parametrised ones."""
+"""Collecting tests without pytest: modules, test functions, and their parametrised cases."""
 
 from __future__ import annotations
 
@@ -42,20 +42,22 @@ def test_files(paths: list[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if not path.exists():
-            raise RankSetupError(f"there is no {path}: give a test file or a folder of them")
+            raise RankSetupError(f"{path} does not exist: pass a test file or a folder with tests")
         found += sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
     return found
 
 
 def load_module(file: Path) -> ModuleType:
-    """Import a test file under a name made of its path, so that equal file names may repeat."""
+    """Import a test file under a name derived from its path, so that file names may repeat."""
     file = file.resolve()
     here = Path.cwd()
     parts = file.relative_to(here).parts if file.is_relative_to(here) else (file.name,)
     name = ".".join(parts).removesuffix(".py")
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise RankSetupError(f"{file} is no Python file: give a test file or a folder of them")
+        raise RankSetupError(
+            f"{file} is not a Python file: pass a test file or a folder with tests"
+        )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -126,5 +128,5 @@ def _skip_reason(marks: list[Any], fixtures: list[str]) -> str | None:
             return str(mark.kwargs.get("reason", "condition holds"))
     missing = [name for name in fixtures if name not in _FIXTURES]
     if missing:
-        return f"it asks for {', '.join(missing)}, and fixtures need pytest"
+        return f"it uses {', '.join(missing)}, and fixtures need pytest"
     return None

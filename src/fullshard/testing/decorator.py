@@ -1,4 +1,4 @@
-"""The decorator that turns a function into a test which runs on every rank."""
+"""The decorator that turns a function into a test that runs on every rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def ranks(
     def make_test(function: Callable[Parameters, Any]) -> Callable[Parameters, None]:
         if hasattr(function, "hypothesis"):
             raise RankSetupError(
-                f"{function.__qualname__} has @ranks above @given, which would generate other "
+                f"{function.__qualname__} has @ranks above @given, which would generate different "
                 "examples on every rank: put @given above @ranks"
             )
         declared_functions[function.__module__, function.__qualname__] = function
@@ -58,5 +58,5 @@ def ranks(
 
 
 def is_test_on_ranks(test: object) -> bool:
-    """Whether ``ranks`` made the test."""
+    """Return True if the test was made by ``ranks``."""
     return test in _tests

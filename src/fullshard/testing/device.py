@@ -1,4 +1,4 @@
-"""Which device tests compute on. Touches torch only, and CUDA only when it was chosen."""
+"""Choosing the device for tests. Uses torch only, and CUDA only if it was chosen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEVICE_TYPES = ("cpu", "cuda")
 
 
 def chosen_device_type() -> str:
-    """The device type chosen by FULLSHARD_TEST_DEVICE, "cpu" when nothing was chosen."""
+    """The device type in FULLSHARD_TEST_DEVICE; "cpu" if the variable is not set."""
     chosen = os.environ.get(DEVICE_VARIABLE) or "cpu"
     if chosen not in DEVICE_TYPES:
         raise RankSetupError(
@@ -33,11 +33,11 @@ def require_device(device_type: str) -> None:
 
 
 def device() -> torch.device:
-    """The device the calling rank should put its tensors on.
+    """The device for the tensors of the calling rank.
 
-    This is the CPU unless CUDA was chosen with ``--device cuda`` or FULLSHARD_TEST_DEVICE.
-    Ranks share the GPUs there are: rank r uses GPU r modulo their number. Outside of a rank
-    it is the device that rank 0 uses.
+    This is the CPU unless CUDA was chosen with ``--device cuda`` or FULLSHARD_TEST_DEVICE. Ranks
+    share the available GPUs: rank r uses GPU r modulo their number. Outside a rank, this is the
+    device of rank 0.
 
     Example::
 

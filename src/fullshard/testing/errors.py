@@ -1,4 +1,4 @@
-"""What can go wrong with ranks, as exceptions. Touches nothing else of the package."""
+"""The exceptions about ranks. Imports nothing else of the package."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ Kind = Literal["raised", "hung", "died"]
 
 
 class RankSetupError(ValueError):
-    """The ranks that were asked for cannot be had, or cannot be given what they should run.
+    """Ranks cannot be started, or a function cannot be sent to them.
 
-    The message is one line: what was given, what was expected and what to do.
+    The message is one line that says what was given, what was expected and what to do.
     """
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How one rank failed.
+    """The failure of one rank.
 
-    ``kind`` is "raised" (an assertion or another exception), "hung" (it did not come back in
-    time) or "died" (its process ended). ``summary`` is one line, ``details`` the traceback or
-    the stack, and ``output`` what the rank wrote to stdout and stderr during the run.
+    ``kind`` is "raised" (an assertion or another exception), "hung" (the rank did not return in
+    time) or "died" (its process ended). ``summary`` is one line, ``details`` the traceback or the
+    stack, and ``output`` the rank's stdout and stderr during the run.
     """
 
     rank: int
@@ -32,9 +32,9 @@ class RankFailure:
 
 
 class RanksFailed(Exception):
-    """A function failed on at least one rank; the message holds the report of every rank.
+    """A function failed on at least one rank; the message contains the report of every rank.
 
-    ``failures`` holds one RankFailure for each rank that did not return, in order of rank.
+    ``failures`` contains a RankFailure for each rank that did not return, in order of rank.
     """
 
     def __init__(self, report: str, failures: tuple[RankFailure, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Giving every run on a rank the same start: what a run changed does not reach the next one."""
+"""Isolating runs from each other: every run on a rank starts in the same state."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch.distributed import distributed_c10d
 from .device import device
 from .protocol import LOOPBACK, Assignment, Request
 
-# Ranks are on one machine; its name may not resolve, its loopback interface is there.
+# All ranks are on this machine. Its host name may not resolve, but it has a loopback interface.
 _DEFAULTS = {"GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
 
 
 def rank_environment(assignment: Assignment, outside: dict[str, str]) -> dict[str, str]:
-    """The environment outside of the ranks with what a launcher would set for each of them."""
+    """The test process's environment, with the variables that a launcher would set for a rank."""
     return (
         _DEFAULTS
         | outside
@@ -41,7 +41,7 @@ def rank_environment(assignment: Assignment, outside: dict[str, str]) -> dict[st
 
 @contextlib.contextmanager
 def isolated(assignment: Assignment, request: Request) -> Iterator[None]:
-    """Run one request's function inside this."""
+    """The context in which the function of one request runs."""
     _set_environment(rank_environment(assignment, request.environment))
     os.chdir(request.working_directory)
     sys.path[:] = request.import_path
@@ -55,18 +55,18 @@ def isolated(assignment: Assignment, request: Request) -> Iterator[None]:
 
 
 def destroy_extra_groups() -> None:
-    """Destroy the process groups that the previous run created beside the default one.
+    """Destroy the process groups that the previous run created, except the default one.
 
-    Only to be called when every rank has finished that run: a group that one rank destroys
-    takes the last messages to its peers with it.
+    Call this only after every rank has finished that run: when a rank destroys a process group, the
+    last messages to its peers are lost.
     """
     default = dist.group.WORLD
     extra = [group for group in distributed_c10d._world.pg_map if group is not default]
     for group in extra:
         dist.destroy_process_group(group)
     if extra:
-        # A model that is unreachable but not collected holds its groups, whose threads wake up a
-        # hundred times a second each.
+        # An unreachable model that is not collected yet keeps its process groups alive, each with
+        # threads that wake up a hundred times a second.
         extra.clear()
         gc.collect()
 
@@ -75,10 +75,10 @@ _modules_kept = 0
 
 
 def keep_imports() -> None:
-    """Have the garbage collector leave alone what earlier runs imported: it is there for good.
+    """Exclude the modules that earlier runs imported from garbage collection.
 
-    Collections are frequent in tests of what is left behind, and would look at all of it.
-    Only to be called when nothing but modules is left of those runs.
+    Tests for leaks collect often, and would traverse all of these objects every time. Call this
+    only when nothing but modules is left of those runs.
     """
     global _modules_kept
     if len(sys.modules) != _modules_kept:
@@ -88,7 +88,7 @@ def keep_imports() -> None:
 
 
 def group_state(original: dist.ProcessGroup) -> tuple[int, int] | None:
-    """What has to agree between ranks before they can be used again; see Outcome."""
+    """The state that has to be equal on all ranks before they can be reused; see Outcome."""
     if not dist.is_initialized() or dist.group.WORLD is not original:
         return None
     return distributed_c10d._world.group_count, _sequence_number(original)
@@ -116,10 +116,10 @@ def _reset_torch() -> None:
 
 
 def _forget_meshes() -> None:
-    """Drop what DTensors remember of operations on meshes whose groups are destroyed.
+    """Clear DTensor's caches, which refer to meshes whose process groups are destroyed.
 
-    They look it up by the ranks of a mesh, which may be those of the next one. Every thread
-    remembers for itself: on a GPU, autograd has one of its own.
+    The caches are keyed by the ranks of a mesh, which the next mesh may share. Each thread has a
+    cache of its own, and so has autograd's thread for a GPU.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return

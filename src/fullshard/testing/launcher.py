@@ -1,4 +1,4 @@
-"""The test process's hold on its nursery: starting it, asking it for ranks, closing it."""
+"""The test process's handle of its nursery: starting it, requesting ranks, closing it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BOOT = (
     "serve(options['socket'], options['directory'], options['preload'])"
 )
 _WORTH_PRELOADING = ("numpy", "pytest", "hypothesis")
-# Threads of a math library would not survive the fork; with one thread there are none.
+# Threads of a math library would not survive the fork, so none are started.
 _ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -35,7 +35,7 @@ _ONE_THREAD = {
 
 
 class Launcher:
-    """Starts a nursery at once and does not wait for it until the first rank is asked for."""
+    """Starts a nursery at once, and waits for it only when the first rank is requested."""
 
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="fullshard-ranks-"))
@@ -63,7 +63,7 @@ class Launcher:
             )
 
     def fileno(self) -> int:
-        """What becomes readable when a rank ended; then ``ended`` tells which."""
+        """A file descriptor that becomes readable when a rank has ended; see ``ended``."""
         return self._socket.fileno()
 
     def start_rank(self) -> tuple[int, Connection]:
@@ -75,7 +75,7 @@ class Launcher:
                 socket.send_fds(self._socket, [b'{"start": true}\n'], [theirs.fileno()])
                 self._read_until(lambda: bool(self._started), START_TIMEOUT)
             except BaseException as error:
-                # A late answer must not be taken for the answer to the next request.
+                # A late answer must not be mistaken for the answer to the next request.
                 ours.close()
                 reason = self._why_unusable()
                 self.close()
@@ -85,30 +85,30 @@ class Launcher:
         return self._started.pop(), Connection(ours.detach())
 
     def kill_ranks(self, processes: list[int]) -> None:
-        """Kill ranks and everything they started, and wait until they are gone."""
+        """Kill ranks and the processes that they started, and wait until they are gone."""
         with contextlib.suppress(OSError):
             self._socket.sendall(json.dumps({"kill": processes}).encode() + b"\n")
             self._read_until(lambda: self._ended.keys() >= set(processes), _CLOSE_TIMEOUT)
 
     def ended(self, process: int) -> int | None:
-        """The status (as of os.waitpid) a rank ended with; None while it runs."""
+        """The status of a rank that has ended, as from os.waitpid; None while it runs."""
         with contextlib.suppress(OSError):
             self._read_for(0.0)
         return self._ended.get(process)
 
     def await_end(self, process: int) -> int | None:
-        """The status a rank that is ending ended with; None if that cannot be learned."""
+        """Wait for a rank that is ending, and return its status; None if it stays unknown."""
         with contextlib.suppress(OSError):
             self._read_until(lambda: process in self._ended, _CLOSE_TIMEOUT)
         return self._ended.get(process)
 
     @property
     def usable(self) -> bool:
-        """Whether the nursery still runs and can be asked for ranks."""
+        """Return True if the nursery is running and can start ranks."""
         return self._socket.fileno() >= 0 and self._process.poll() is None
 
     def close(self) -> None:
-        """End the nursery with all of its ranks, and wait until they are gone."""
+        """End the nursery and all its ranks, and wait until they are gone."""
         self._socket.close()
         if not self._was_asked:
             # It may still be importing torch, and it has no ranks to end.
@@ -139,7 +139,7 @@ class Launcher:
         for message in map(json.loads, messages):
             if "started" in message:
                 self._started.append(message["started"])
-                # A process id comes back when enough processes were started since.
+                # The system reuses process ids after a while.
                 self._ended.pop(message["started"], None)
             else:
                 self._ended[message["ended"]] = message["status"]

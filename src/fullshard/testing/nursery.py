@@ -1,12 +1,11 @@
-"""The process that ranks are forked from. It imports torch once and must stay single-threaded.
+"""The process from which ranks are forked. It imports torch once and must stay single-threaded.
 
 Note [Who ends whom]
-The test process holds one end of a socket, the nursery the other. When the test process ends,
-in whatever way, the nursery reads end-of-file, kills every rank with everything the rank
-started (each rank leads a process group of its own), removes the pool's files and exits. When
-the nursery itself is killed, the kernel kills its ranks (PR_SET_PDEATHSIG, on Linux).
-The nursery and its ranks live in a session of their own, so that Ctrl-C in a terminal reaches
-the test process alone, which then decides.
+The test process and the nursery share a socket. When the test process ends in any way, the nursery
+reads end-of-file, kills every rank and the processes that the rank started (each rank leads a
+process group of its own), removes the pool's files and exits. When the nursery itself is killed,
+the kernel kills its ranks (PR_SET_PDEATHSIG, on Linux). The nursery and its ranks are in a session
+of their own, so that Ctrl-C in a terminal reaches only the test process, which then decides.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import socket
 import sys
 from typing import Any
 
-# What a first forward, backward and optimizer step would import in every single rank.
+# Modules that a first forward, backward and optimizer step would otherwise import on every rank.
 PRELOADED = ("torch", "torch.distributed", "torch._dynamo")
 _PR_SET_PDEATHSIG = 1
 
@@ -33,7 +32,7 @@ def serve(socket_handle: int, directory: str, also_preload: list[str]) -> None:
     """Fork ranks on request until the test process closes its end of the socket."""
     for name in (*PRELOADED, *also_preload):
         _preload(name)
-    # Forked ranks share these objects' memory as long as their collector leaves them alone.
+    # Forked ranks share the memory of these objects as long as no garbage collector touches them.
     gc.collect()
     gc.freeze()
     Nursery(socket.socket(fileno=socket_handle), directory).run()
@@ -43,7 +42,7 @@ def _preload(name: str) -> None:
     try:
         importlib.import_module(name)
     except ImportError:
-        # The test process has a pytest that cannot be imported here: it has the stand-in.
+        # The test process has a pytest that cannot be imported here: it uses the stand-in.
         if name == "pytest":
             from .pytest_stand_in import install
 
@@ -67,7 +66,7 @@ class Nursery:
         self._wake_writer.setblocking(False)
 
     def run(self) -> None:
-        """Serve until the test process is gone, then leave nothing behind."""
+        """Serve requests until the test process has ended, then end all ranks and clean up."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_writer.fileno())
         try:
@@ -79,7 +78,7 @@ class Nursery:
                 if self._test_process in readable and not self._handle_requests():
                     return
         except OSError:
-            return  # the test process closed its end while it was being answered
+            return  # the test process has closed its end of the socket
         finally:
             self._end_all()
 
@@ -99,7 +98,7 @@ class Nursery:
         rank = os.fork()
         if rank == 0:
             self._become_rank(handle)
-        # Both sides set the group, so that it is there whichever of them runs first.
+        # Both sides set the process group, so that it exists whichever of them runs first.
         with contextlib.suppress(OSError):
             os.setpgid(rank, rank)
         os.close(handle)
@@ -133,7 +132,7 @@ class Nursery:
                 self._tell({"ended": rank, "status": status})
 
     def _kill(self, ranks: list[int]) -> None:
-        # A process id that is not in the set may belong to anybody by now.
+        # A process id that is not in the set may belong to another process by now.
         for rank in self._ranks.intersection(ranks):
             _kill_group(rank)
 

@@ -1,4 +1,4 @@
-"""RankPool: a fixed number of ranks that run one function after the other."""
+"""RankPool: a fixed number of ranks that run one function after another."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _pool_numbers = itertools.count()
 
 
 class RankPool:
-    """Real processes, one for each rank, in a process group over gloo.
+    """A pool of real processes, one for each rank, in a process group over gloo.
 
-    The ranks start at the first run and stay; ranks that cannot be used again, because one of
-    them failed, are replaced before the next run. One function runs at a time. Use the pool as
-    a context manager, or call ``close``, to end its ranks.
+    The ranks start with the first run and are reused. If one of them fails, they are replaced
+    before the next run. One function runs at a time. Use the pool as a context manager, or call
+    ``close``, to end its ranks.
 
     Most tests need no pool of their own: ``ranks`` and ``run_on_ranks`` share pools.
 
@@ -62,11 +62,11 @@ class RankPool:
         timeout: float = DEFAULT_TIMEOUT,
         grace: float = DEFAULT_GRACE,
     ) -> list[Any]:
-        """Call ``function`` on every rank and return what each rank returned, in order of rank.
+        """Call ``function`` on every rank and return the values of all ranks, in order of rank.
 
-        Raises RanksFailed when a rank raised, died, or did not come back within ``timeout``
-        seconds; the ranks that still run ``grace`` seconds after another one failed count as
-        failed, too. If the function skips on every rank, the calling test is skipped.
+        Raises RanksFailed if a rank raised, died, or did not return within ``timeout`` seconds;
+        ranks that still run ``grace`` seconds after another one failed count as failed, too. If the
+        function skips on every rank, the calling test is skipped.
         """
         __tracebackhide__ = True
         call = pack_call(function, args, kwargs or {})
@@ -177,7 +177,7 @@ class RankPool:
 
 
 def checked_world_size(world_size: int) -> int:
-    """The given number of ranks; raises RankSetupError if it is not one."""
+    """Return ``world_size``; raises RankSetupError if it is not a valid number of ranks."""
     if (
         not isinstance(world_size, int)
         or isinstance(world_size, bool)
@@ -202,7 +202,7 @@ def _checked_seconds(name: str, seconds: float) -> float:
 def _refuse_inside_a_rank() -> None:
     if is_rank():
         raise RankSetupError(
-            "ranks were asked for on a rank, expected in the test process only: "
+            "ranks were requested on a rank, expected in the test process only: "
             "call a plain function there, which every rank already runs"
         )
 

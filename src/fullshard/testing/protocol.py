@@ -1,4 +1,4 @@
-"""What the test process and a rank say to each other. Plain data, no behaviour."""
+"""The messages between the test process and a rank. Plain data, no behaviour."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Assignment:
-    """The first message to a new rank: who it is and where it meets the others.
+    """The first message to a new rank: its number, and the store at which ranks meet.
 
-    The store belongs to the test process. ``spare_port`` is for a store that the code under
-    test may want to make.
+    The store belongs to the test process. ``spare_port`` is for a store that the code under test
+    may create.
     """
 
     rank: int
@@ -29,14 +29,14 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Ready:
-    """A rank's answer to its assignment: the process group stands, or why it does not."""
+    """A rank's answer to its assignment: None if it has joined the process group, or an error."""
 
     error: str | None
 
 
 @dataclass(frozen=True)
 class Request:
-    """One function to run. ``call`` is pickled by shipping.py; the rest is where to run it."""
+    """A function to run. ``call`` is pickled by shipping.py; the rest is its environment."""
 
     call: bytes
     environment: dict[str, str]
@@ -46,10 +46,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a request on one rank.
+    """The outcome of a request on one rank.
 
-    ``group_state`` differs between ranks when they did not issue the same collectives; such
-    ranks cannot be used again. None means that the rank's process group is gone or replaced.
+    If ``group_state`` differs between ranks, they did not issue the same collectives and cannot be
+    reused. None means that the rank's process group was destroyed or replaced.
     """
 
     kind: Literal["returned", "raised", "skipped"]

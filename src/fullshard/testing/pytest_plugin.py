@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device",
         choices=DEVICE_TYPES,
-        help="the device that ranks compute on (default: cpu); ranks share the GPUs there are",
+        help="the device of the ranks (default: cpu); ranks share the available GPUs",
     )
 
 
@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """Let torch be imported for the ranks while the tests are being collected."""
+    """Start the nursery, so that it imports torch while tests are being collected."""
     if session.config.option.collectonly:
         return
     try:
@@ -53,7 +53,7 @@ def pytest_collection(session: pytest.Session) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the ranks' report alone when a test that is a function on ranks failed."""
+    """Show only the report of the ranks if a test made by ``ranks`` failed."""
     report = yield
     error = call.excinfo.value if call.excinfo is not None else None
     if isinstance(error, RanksFailed) and is_test_on_ranks(getattr(item, "function", None)):

@@ -1,4 +1,4 @@
-"""A stand-in for the small part of pytest that test modules name, where it is not installed.
+"""A stand-in for the small part of pytest that test modules use, if it is not installed.
 
 It lets ``python -m fullshard.testing`` run the same test modules as pytest does: marks,
 ``raises``, ``warns``, ``approx``, ``skip`` and the like. There are no fixtures in it.
@@ -20,7 +20,7 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 def install() -> None:
-    """Let ``import pytest`` find this module."""
+    """Make ``import pytest`` find this module."""
     sys.modules["pytest"] = sys.modules[__name__]
 
 
@@ -36,7 +36,7 @@ class Skipped(BaseException):
 
 
 class Failed(AssertionError):
-    """Raised by ``fail``, and by ``raises`` and ``warns`` when nothing came."""
+    """Raised by ``fail``, and by ``raises`` and ``warns`` if nothing was raised or warned."""
 
 
 def skip(reason: str = "", *, allow_module_level: bool = False) -> NoReturn:
@@ -59,7 +59,7 @@ def importorskip(name: str) -> Any:
 
 @dataclass
 class ExceptionInfo:
-    """What ``raises`` caught; ``value`` is there after the block."""
+    """The exception that ``raises`` caught; ``value`` is set after the block."""
 
     value: Any = None
 
@@ -130,7 +130,7 @@ class approx:
 
 @dataclass(frozen=True)
 class ParameterSet:
-    """What ``param`` returns."""
+    """The return value of ``param``."""
 
     values: tuple[Any, ...]
     marks: tuple[Any, ...] = ()

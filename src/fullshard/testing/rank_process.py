@@ -24,7 +24,7 @@ class RankEnded(Exception):
 
 
 class RankProcess:
-    """A started rank. ``join`` has to be called once, after all ranks of a pool were started."""
+    """A started rank. Call ``join`` once, after all ranks of a pool have been started."""
 
     def __init__(self, launcher: Launcher, assignment: Assignment) -> None:
         self.rank = assignment.rank
@@ -35,7 +35,7 @@ class RankProcess:
         self.send(pickle.dumps(assignment))
 
     def join(self) -> str | None:
-        """Wait until the rank is in the process group; returns what prevented it, if anything."""
+        """Wait until the rank has joined the process group; returns an error message or None."""
         if not wait([self.connection], START_TIMEOUT):
             return f"it did not join the process group within {START_TIMEOUT:.0f} s"
         try:
@@ -45,7 +45,7 @@ class RankProcess:
         return ready.error
 
     def send(self, message: bytes) -> None:
-        """Send a pickled message. One that a dead rank cannot receive is lost: see receive."""
+        """Send a pickled message. If the rank is dead, it is lost, and ``receive`` raises."""
         with contextlib.suppress(OSError):
             self.connection.send_bytes(message)
 
@@ -58,7 +58,7 @@ class RankProcess:
 
     def receive_if_any(self) -> Any:
         """The rank's next message, None while it runs; raises RankEnded if there is none."""
-        # Asked in this order, an end is noticed only when no message is left to be read.
+        # In this order, the end of the rank is noticed only after all its messages are read.
         status = self._launcher.ended(self.process)
         if self.connection.poll():
             return self.receive()
@@ -67,17 +67,17 @@ class RankProcess:
         return None
 
     def output(self) -> str:
-        """What the rank wrote to stdout and stderr since the current run began."""
+        """The rank's stdout and stderr since the current run began."""
         if not os.path.getsize(self._output_file):
             return ""
         return without_noise(self._output_file.read_text(errors="replace"))
 
     def stack_now(self) -> str:
-        """Where the rank is; ``request_stacks`` has to be called for it before."""
+        """The stack of the rank; call ``request_stacks`` first."""
         return await_stack(self._stack_file)
 
     def stack_at_end(self) -> str:
-        """Where the rank was when its process ended, if it could still write that."""
+        """The stack of the rank when its process ended, if it could still write it."""
         return read_stack(self._stack_file)
 
     def discard(self) -> None:
@@ -88,5 +88,5 @@ class RankProcess:
 
 
 def connections(ranks: list[RankProcess]) -> list[Connection]:
-    """What to wait on for a message from any of the ranks."""
+    """The connections on which messages from the ranks arrive."""
     return [rank.connection for rank in ranks]

@@ -1,4 +1,4 @@
-"""The text a person reads when a function failed on ranks."""
+"""The report of a function that failed on ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOISE = ("[Gloo] Rank ",)
 
 
 def format_report(function_name: str, world_size: int, failures: Sequence[RankFailure]) -> str:
-    """The report of one run: what happened on which rank, equal accounts shown once."""
+    """The report of one run, with a section for each rank; equal sections are shown once."""
     numbers = [failure.rank for failure in failures]
     returned = [rank for rank in range(world_size) if rank not in numbers]
     cause = min(failures, key=lambda failure: _CAUSES.index(failure.kind))
@@ -44,7 +44,7 @@ def _equal_accounts(failures: Sequence[RankFailure]) -> list[list[RankFailure]]:
 
 
 def describe_death(status: int | None) -> str:
-    """One line for the status (as of os.waitpid) a rank ended with, None if it is unknown."""
+    """Describe the status of a rank that has ended, as from os.waitpid; None is unknown."""
     if status is None:
         return "its process ended"
     if os.WIFSIGNALED(status):
@@ -54,9 +54,9 @@ def describe_death(status: int | None) -> str:
 
 
 def without_noise(output: str) -> str:
-    """A rank's output without the lines that gloo writes on its own account."""
-    streams = [line for line in output.splitlines() if not line.startswith(_NOISE)]
-    return "\n".join(streams).strip("\n")
+    """A rank's output without the lines that gloo itself writes."""
+    lines = [line for line in output.splitlines() if not line.startswith(_NOISE)]
+    return "\n".join(lines).strip("\n")
 
 
 def _ranks(numbers: list[int]) -> str:

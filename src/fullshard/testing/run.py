@@ -1,4 +1,4 @@
-"""One run of a function on the ranks of a pool: collecting what became of it on each."""
+"""One run of a function on the ranks of a pool, and the outcome on each rank."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .stacks import request_stacks
 
 
 class Run:
-    """What is known about a run while it lasts.
+    """The state of a run.
 
-    After the first rank failed, the others get ``grace`` seconds: they may be waiting for that
-    rank in a collective that will never complete.
+    After the first rank has failed, the others get ``grace`` seconds, because they may be waiting
+    for that rank in a collective that will never complete.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Run:
         self._ended: dict[int, int | None] = {}
 
     def wait(self) -> None:
-        """Return when every rank has come back or ended, or when time is up."""
+        """Return when every rank has returned or ended, or when the time is up."""
         while running := self._running():
             remaining = self._deadline - time.monotonic()
             if remaining <= 0:
@@ -42,7 +42,7 @@ class Run:
                 self._note_progress(rank)
 
     def failures(self) -> list[RankFailure]:
-        """How ranks failed, in order of rank. Asks those that still run for their stacks."""
+        """The failures, in order of rank. Requests the stacks of ranks that are still running."""
         request_stacks([rank.process for rank in self._running()])
         found = [self._failure(rank) for rank in self._ranks]
         return [failure for failure in found if failure is not None]

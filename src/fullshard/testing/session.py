@@ -1,4 +1,4 @@
-"""What all pools of a test process share: the nursery's launcher and the store ranks meet at."""
+"""The launcher of the nursery and the store of the ranks, shared by all pools of a process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PORT_VARIABLE = "FULLSHARD_TEST_PORT"
 
 
 class Session:
-    """The launcher and the store. ``lock`` is held by whoever talks to the launcher."""
+    """The launcher and the store. Hold ``lock`` while using the launcher."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
@@ -36,7 +36,7 @@ class Session:
 
     @property
     def usable(self) -> bool:
-        """Whether ranks can be started; not after the nursery ended, nor in a forked process."""
+        """Return True if ranks can be started; False if the nursery has ended, or after a fork."""
         return self.process == os.getpid() and self.launcher.usable
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ _session: Session | None = None
 
 
 def current_session() -> Session:
-    """The session of this process; a new one when there is none or it can no longer be used."""
+    """The session of this process; a new one if there is none or it is not usable any more."""
     global _session
     if _session is None or not _session.usable:
         close_session()
@@ -59,7 +59,7 @@ def current_session() -> Session:
 
 @atexit.register
 def close_session() -> None:
-    """End every rank of this process and wait until they are gone. The next use starts anew."""
+    """End all ranks of this process and wait until they are gone. The next use starts new ones."""
     global _session
     if _session is not None:
         with contextlib.suppress(OSError):
@@ -86,7 +86,7 @@ def _listen(port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise RankSetupError(
-            f"port {port} cannot be used for the ranks to meet ({error.strerror}): "
+            f"port {port} cannot be used for the ranks' store ({error.strerror}): "
             f"choose another one with {PORT_VARIABLE}, or unset it to use any free port"
         ) from None
     return listener

@@ -1,4 +1,4 @@
-"""The pools that tests share, one for each number of ranks, and running functions on them."""
+"""Running functions on pools that all tests share, one for each number of ranks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def run_on_ranks(
 ) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on every rank; returns the values in order of rank.
 
-    On each of the ``world_size`` ranks the default process group is initialised. The function
-    may be defined anywhere, inside a test too; its arguments and values travel by pickle.
+    On each of the ``world_size`` ranks the default process group is initialised. The function may
+    be defined anywhere, also inside a test; its arguments and return values are sent by pickle.
     ``timeout`` and ``grace`` are those of ``RankPool.run``.
 
     Example::
@@ -45,11 +45,11 @@ def run_on_ranks(
 
 
 def shared_pool(world_size: int) -> RankPool:
-    """The pool of that many ranks which all tests of this process share."""
+    """The pool of ``world_size`` ranks that all tests of this process share."""
     global _owner
     checked_world_size(world_size)
     if _owner != os.getpid():
-        # A forked process must not talk to the ranks of the one it was forked from.
+        # A forked process must not use the ranks of its parent.
         _pools.clear()
         _owner = os.getpid()
     pool = _pools.pop(world_size, None) or RankPool(world_size)

@@ -1,10 +1,10 @@
 """Sending a function and its arguments from the test process to a rank.
 
-Note [How functions travel]
-A function or class of an installed package is pickled as usual, by name. One that is defined
-in another file, such as a test module, is sent as the file and the name: the rank loads the
-file under the module's name once and looks the name up. A lambda, or a function defined inside
-another one, is sent as its code, with the values it closes over and the globals of its file.
+Note [How functions are sent]
+A function or class of an installed package is pickled as usual, by name. One that is defined in
+another file, such as a test module, is sent as a file and a name: the rank loads the file once,
+under the module's name, and looks the name up. A lambda or a function defined inside another one is
+sent as its code, with the values it closes over and the globals of its file.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _INSTALLED = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 
-# Functions declared with @ranks: under their own name stands the test made of them.
+# Functions decorated with @ranks: looking their name up finds the test that replaced them.
 declared_functions: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """Where a rank finds a module that it may not be able to import by name."""
+    """The file of a module that a rank may not be able to import by name."""
 
     name: str
     file: str
@@ -102,7 +102,7 @@ def pack_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     except Exception as error:
         raise RankSetupError(
             f"{_name_of(function)} cannot be sent to the ranks with these arguments "
-            f"({error}): pass values that pickle knows, or make them on the rank"
+            f"({error}): pass values that can be pickled, or create them on the rank"
         ) from None
     return buffer.getvalue()
 
@@ -114,7 +114,7 @@ def unpack_call(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[
 
 
 class _CallPickler(pickle.Pickler):
-    """See Note [How functions travel]."""
+    """See Note [How functions are sent]."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, types.FunctionType):
@@ -184,7 +184,7 @@ _sources: dict[str, ModuleSource] = {}
 
 
 def _source_of(module_name: str) -> ModuleSource | None:
-    """How to load a module on a rank; None for one that is installed or has no file."""
+    """The source of a module for a rank; None if it is installed or has no file."""
     if module_name not in _sources:
         module = sys.modules.get(module_name)
         file = getattr(module, "__file__", None)
@@ -197,7 +197,7 @@ def _source_of(module_name: str) -> ModuleSource | None:
 
 
 def _rewritten_code(module: types.ModuleType, file: str) -> bytes | None:
-    """The module's code with pytest's explanations of assertions, if pytest gave it those."""
+    """The module's code with pytest's assertion rewriting, if pytest has rewritten it."""
     if type(module.__loader__).__name__ != "AssertionRewritingHook":
         return None
     import ast

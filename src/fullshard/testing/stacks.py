@@ -1,4 +1,4 @@
-"""Where a rank is: asking it for its stack and making that readable."""
+"""Requesting the stack of a rank, and formatting it as a traceback."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def request_stacks(processes: list[int]) -> None:
 
 
 def await_stack(stack_file: Path) -> str:
-    """The stack that a rank was asked for; empty if it does not answer, as when it is stopped."""
+    """The requested stack of a rank; empty if the rank does not answer, for example if stopped."""
     deadline = time.monotonic() + _ANSWER_TIMEOUT
     size, settled_at = 0, deadline
     while time.monotonic() < min(deadline, settled_at):
@@ -38,9 +38,9 @@ def await_stack(stack_file: Path) -> str:
 
 
 def read_stack(stack_file: Path) -> str:
-    """What a rank left in its stack file, as an ordinary traceback.
+    """The stack in a rank's stack file, as an ordinary traceback.
 
-    The frames of this package that every rank has in common are left out.
+    The frames of this package, which every rank has, are left out.
     """
     text = stack_file.read_text(errors="replace") if stack_file.exists() else ""
     return format_stack(text)
@@ -49,7 +49,7 @@ def read_stack(stack_file: Path) -> str:
 def format_stack(text: str) -> str:
     """Turn faulthandler's text into a traceback with source lines, innermost call last.
 
-    The main thread comes first, then the one that crashed, if that is another one.
+    The main thread comes first, then the thread that crashed, if it is another one.
     """
     # faulthandler writes the threads in the reverse order of their start.
     *others, main = _THREAD.split(text)
@@ -61,13 +61,13 @@ def format_stack(text: str) -> str:
 def _format_thread(thread: str) -> str:
     frames = [match.groupdict() for match in map(_FRAME.match, thread.splitlines()) if match]
     shown = [frame for frame in reversed(frames) if not _is_own(frame)]
-    streams = []
+    lines = []
     for frame in shown:
-        streams.append(f'  File "{frame["file"]}", line {frame["line"]}, in {frame["function"]}')
+        lines.append(f'  File "{frame["file"]}", line {frame["line"]}, in {frame["function"]}')
         source = linecache.getline(frame["file"], int(frame["line"])).strip()
         if source:
-            streams.append(f"    {source}")
-    return "\n".join(streams)
+            lines.append(f"    {source}")
+    return "\n".join(lines)
 
 
 def _is_own(frame: dict[str, str]) -> bool:

@@ -35,7 +35,7 @@ _COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
 
 def serve_requests(handle: int) -> None:
-    """Take the assignment, join the process group, then run requests until the end of file."""
+    """Receive the assignment, join the process group, then run requests until end-of-file."""
     connection = Connection(handle)
     assignment: Assignment = pickle.loads(connection.recv_bytes())
     output = _redirect_output(assignment)
@@ -57,7 +57,7 @@ def serve_requests(handle: int) -> None:
 
 
 def is_rank() -> bool:
-    """Whether the calling process is a rank of a pool."""
+    """Return True if the calling process is a rank of a pool."""
     return _this_rank is not None
 
 
@@ -131,7 +131,7 @@ def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
     frames = trace
     while frames is not None and frames.tb_frame.f_globals.get("__package__") == __package__:
         frames = frames.tb_next
-    # A failure to load the test's module lies below our own frames; then all of them are shown.
+    # If the test's module cannot be loaded, all frames are ours, and all of them are shown.
     return frames or trace
 
 
@@ -151,7 +151,7 @@ def _flush() -> None:
 
 
 def _leave_stacks(assignment: Assignment) -> None:
-    """Make the rank write where it is to its stack file when it is asked, crashes or exits."""
+    """Make the rank write its stack to its stack file on request, on a crash and on exit."""
     stack_file = assignment.stack_file.open("w")
     faulthandler.enable(stack_file)
     faulthandler.register(STACK_SIGNAL, stack_file)

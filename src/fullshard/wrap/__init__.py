@@ -1,8 +1,9 @@
-"""Wrapping: which modules become units, and making them so.
+"""Wrapping: choosing the modules that become units, and replacing them by wrappers.
 
-Policies decide (``policies.py``), :func:`decide` works out what their decision means without
-changing anything, :func:`describe` shows it, and only ``apply.py`` wraps. Nothing here imports
-the wrapper class or the engine. ``torch.distributed.fsdp.wrap`` has the same names.
+Policies (``policies.py``) choose modules. :func:`decide` turns a policy's choice into a plan
+without changing the model, :func:`describe` prints the plan, and ``apply.py``, alone, wraps.
+Nothing here imports the wrapper class or the engine. The public names are those of
+``torch.distributed.fsdp.wrap``.
 """
 
 from fullshard.wrap.apply import apply_plan, collector_paused, wrap_submodules

@@ -1,4 +1,4 @@
-"""Carrying out a plan: the only file of this package that changes a model."""
+"""Applying a plan. This is the only file of the package that changes a model."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def wrap_submodules(
     root_arguments: Mapping[str, Any],
     ignored: Ignored = NOTHING_IGNORED,
 ) -> Plan:
-    """Wrap what ``policy`` picks below ``root``; the root itself is left to the caller.
+    """Wrap the modules below ``root`` that ``policy`` picks; the caller wraps the root itself.
 
-    Everything that can be wrong with the plan is found before the first module is changed.
+    The whole plan is checked before the first module is replaced.
     """
     plan = decide(root, policy, ignored=ignored, root_arguments=root_arguments)
     for message in plan.warnings:
@@ -40,10 +40,11 @@ def wrap_submodules(
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """For wrapping, which makes hundreds of thousands of objects that stay.
+    """Disable the cyclic garbage collector while a model is wrapped.
 
-    The cyclic garbage collector would go through all of them again and again, which takes as long
-    as the wrapping itself on a model of 10,000 modules.
+    Wrapping creates hundreds of thousands of objects that all stay alive. The collector would
+    traverse them again and again, which takes as long as the wrapping itself on a model of 10,000
+    modules.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -55,12 +56,12 @@ def collector_paused() -> Iterator[None]:
 
 
 def apply_plan(plan: Plan, wrapper_class: Callable[..., nn.Module]) -> tuple[nn.Module, ...]:
-    """Wrap the modules of ``plan``, children first, and put each unit in its module's places.
+    """Wrap the modules of ``plan``, children first, and register each wrapper in their place.
 
-    Returns the units in the order of ``plan.decisions``. A unit is constructed as
-    ``wrapper_class(module, **arguments)``; it gets ``ignored_states`` if it meets ignored
-    modules or parameters, and ``_left_to_ancestor`` if it must leave parameters to a unit
-    above it.
+    Returns the wrappers in the order of ``plan.decisions``. Each is constructed as
+    ``wrapper_class(module, **arguments)``, with ``ignored_states`` if the unit contains ignored
+    modules or parameters, and ``_left_to_ancestor`` if an enclosing unit manages some of the
+    parameters that the module uses.
     """
     units = []
     for decision in plan.decisions:
@@ -70,16 +71,20 @@ def apply_plan(plan: Plan, wrapper_class: Callable[..., nn.Module]) -> tuple[nn.
             error.add_note(f"While wrapping {decision.path!r} ({type(decision.module).__name__})")
             raise
         for place in decision.places:
-            # Not setattr: a parent may define one of its own, and the name is registered already.
+            # Not setattr: the parent's class may override it, and the name is registered already.
             place.parent._modules[place.name] = unit
-            _have_it_called(place.parent)
+            _refresh_compiled_parent(place.parent)
         units.append(unit)
     return tuple(units)
 
 
-def _have_it_called(parent: nn.Module) -> None:
-    """Let what ``torch.compile`` makes of a module call what it holds, not what it was made of."""
-    # Not imported: that takes a second, and where it is not there, nothing was compiled.
+def _refresh_compiled_parent(parent: nn.Module) -> None:
+    """Make a module returned by ``torch.compile`` call the wrapper that it now contains.
+
+    Such a module keeps a reference to the forward of the module it was created from.
+    """
+    # Looked up, not imported: the import takes a second, and a model that has a compiled module
+    # in it has imported it already.
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and isinstance(parent, compiler.OptimizedModule):
         parent._initialize()
@@ -95,7 +100,7 @@ def _constructor_arguments(decision: Decision) -> dict[str, Any]:
 
 
 def _ignored_states(decision: Decision) -> list[nn.Module] | list[nn.Parameter]:
-    """The ignored modules, or parameters: the argument takes one kind only."""
+    """The value for ``ignored_states``, which takes either modules or parameters, not both."""
     if not decision.ignored_parameters:
         return list(decision.ignored_modules)
     parameters = dict.fromkeys(decision.ignored_parameters)

@@ -1,4 +1,4 @@
-"""Which unit manages which parameter. Pure arithmetic over a :class:`ModuleGraph`."""
+"""Assigning each parameter to the unit that manages it. Pure, over a :class:`ModuleGraph`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NOTHING: frozenset[nn.Parameter] = frozenset()
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """The answer of :func:`assign`; modules are named by their index in the graph.
+    """The result of :func:`assign`; modules are identified by their index in the graph.
 
-    ``enclosing[i]`` are the units whose forward may be running when module ``i`` runs, of each
-    way to ``i`` the innermost: in a tree exactly one.
+    ``enclosing[i]`` holds the innermost unit on each path from the root to module ``i``: the units
+    whose forward may be running when module ``i`` runs. In a tree there is exactly one.
     """
 
     managed: dict[int, list[ParameterNode]]
@@ -28,9 +28,9 @@ class Assignment:
 
 
 def assign(graph: ModuleGraph, units: Iterable[int]) -> Assignment:
-    """Give each parameter to the innermost of ``units`` (and the root) that dominates it.
+    """Assign each parameter to the innermost of ``units`` (and the root) that dominates it.
 
-    A unit that reaches a parameter without dominating it leaves it to that ancestor.
+    A unit that reaches a parameter without dominating it leaves it to the ancestor that does.
     See "Dominators" in :mod:`fullshard.wrap.graph`.
     """
     is_unit = [False] * len(graph.modules)
@@ -69,7 +69,7 @@ def _outside(graph: ModuleGraph, enclosing: list[frozenset[int]], index: int) ->
 def _units_between(
     graph: ModuleGraph, enclosing: list[frozenset[int]], node: ParameterNode, ancestor: int
 ) -> set[int]:
-    """The units below ``ancestor`` through which a way leads to ``node``."""
+    """The units below ``ancestor`` that lie on a path to ``node``."""
     found: set[int] = set()
     pending = {unit for holder in node.holders for unit in enclosing[holder]}
     while pending:

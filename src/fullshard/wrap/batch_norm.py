@@ -1,8 +1,8 @@
-"""Norms with running statistics in another precision than a unit computes in.
+"""Batch norms under mixed precision: units of their own, in full precision.
 
-Batch norms whose weights are lowered and whose running statistics are not raise errors that name
-neither. With an ``auto_wrap_policy`` they become units of their own in full precision; without
-one, that happens to those that could not run otherwise.
+A batch norm whose weights are cast to low precision while its running statistics are not fails with
+an error that mentions neither. With an ``auto_wrap_policy`` every batch norm becomes a unit of its
+own in full precision; without one, only those that could not run otherwise.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class NeedsFullPrecision:
-    """A module that needs full precision, and where it is registered."""
+    """A module that needs full precision, and the attributes under which it is registered."""
 
     path: str
     module: nn.Module
     places: list[Attribute]
 
     def replace_by(self, unit: nn.Module) -> None:
-        """Put ``unit`` in the module's places."""
+        """Register ``unit`` in place of the module, wherever the module is registered."""
         for place in self.places:
             place.parent._modules[place.name] = unit
 
 
 def needs_full_precision(module: nn.Module, precision: Any) -> bool:
-    """Whether ``module`` keeps running statistics in another dtype than it would compute in."""
+    """Return True if ``module`` keeps running statistics in a dtype other than ``param_dtype``."""
     classes = tuple(precision._module_classes_to_ignore or ())
     if precision.param_dtype is None or not isinstance(module, classes):
         return False
@@ -51,7 +51,7 @@ def needs_full_precision(module: nn.Module, precision: Any) -> bool:
 def find_norms_needing_full_precision(
     root: nn.Module, precision: Any, ignored: Collection[nn.Module]
 ) -> tuple[NeedsFullPrecision, ...]:
-    """Those below ``root`` that neither a nested unit nor ``ignored`` holds."""
+    """Find the norms below ``root`` that are neither in a nested unit nor in ``ignored``."""
     if precision.param_dtype is None:
         return ()
     found: dict[nn.Module, NeedsFullPrecision] = {}
@@ -78,12 +78,13 @@ def _edges(
 
 
 def warn_of_full_precision(modules: Mapping[str, nn.Module], precision: Any) -> None:
-    """Tell the user that these modules, by their paths, will not compute in low precision."""
+    """Warn that these modules, by path, will compute in full precision."""
     named = ", ".join(f"{path!r} ({type(module).__name__})" for path, module in modules.items())
     warnings.warn(
         f"{named} would compute in {precision.param_dtype}, but keeps running "
         "statistics in another dtype: wrapped as a separate FSDP instance with mixed precision "
-        "disabled. Set buffer_dtype to the same dtype to have everything in low precision",
+        f"disabled. To compute in {precision.param_dtype}, pass buffer_dtype="
+        f"{precision.param_dtype} in MixedPrecision",
         UserWarning,
         stacklevel=4,
     )

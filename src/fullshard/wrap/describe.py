@@ -1,4 +1,4 @@
-"""``describe``: the consequence of a policy before it is paid for. Needs no process group."""
+"""``describe``: the units and sizes that a policy leads to. Needs no process group."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fullshard.wrap.selection import Policy
 
 __all__ = ["SMALL_GATHER_BYTES", "describe"]
 
-#: Below this a gather takes the time of its latency, not of its bytes. A rule of thumb: starting
-#: a collective takes some tens of microseconds, in which fast links move about a mebibyte.
+#: The time of an all-gather smaller than this is dominated by latency. A rule of thumb: starting a
+#: collective takes some tens of microseconds, in which fast links move about a mebibyte.
 SMALL_GATHER_BYTES = 1024 * 1024
 
 
@@ -31,10 +31,10 @@ def describe(
     mixed_precision: MixedPrecision | None = None,
     use_orig_params: bool = False,
 ) -> Description:
-    """Return what wrapping ``model`` with ``policy`` over ``world_size`` ranks would mean.
+    """Describe the units that ``policy`` would create in ``model`` on ``world_size`` ranks.
 
-    The result prints as the module tree with its units, their sizes, and remarks on what looks
-    wrong; its fields hold the same for programs. Nothing is wrapped and nothing allocated: the
+    The result prints as the module tree with its units, their sizes, and remarks on likely
+    mistakes; programs can read the same from its fields. Nothing is wrapped or allocated, and the
     model may be on the meta device. Pass the options that you will pass to the constructor.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -42,9 +42,11 @@ def describe(
     14
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model expects an nn.Module, but got {model!r}")
+        raise TypeError(
+            f"model expects an nn.Module, but got {model!r} of type {type(model).__name__}"
+        )
     if world_size < 1:
-        raise ValueError(f"world_size expects a number of ranks, at least 1, but got {world_size}")
+        raise ValueError(f"world_size expects at least 1 rank, but got {world_size}")
     plan = decide(
         model,
         policy,
@@ -68,18 +70,18 @@ def _totals(units: Sequence[UnitDescription], ignored: int, world_size: int) -> 
     elements = sum(unit.elements for unit in units)
     kept = sum(unit.shard_bytes for unit in units)
     largest = max(units, key=lambda unit: unit.gathered_bytes)
-    streams = [
+    lines = [
         f"{_managing(len(units))} {elements:,} parameters "
         f"({size_text(sum(unit.bytes for unit in units))}); "
         f"each of {world_size:,} ranks keeps {size_text(kept)} of them.",
-        f"The largest gather is {size_text(largest.gathered_bytes)}, for {largest.name}.",
+        f"The largest all-gather is {size_text(largest.gathered_bytes)}, for {largest.name}.",
     ]
     frozen = sum(unit.frozen_elements for unit in units)
     if frozen:
-        streams.append(f"{frozen:,} of the parameters are frozen.")
+        lines.append(f"{frozen:,} of the parameters are frozen.")
     if ignored:
-        streams.append(f"{ignored:,} parameters are ignored: every rank keeps them whole.")
-    return streams
+        lines.append(f"{ignored:,} parameters are ignored: every rank keeps full copies of them.")
+    return lines
 
 
 def _managing(units: int) -> str:
@@ -100,23 +102,22 @@ def _remarks(plan: Plan, units: Sequence[UnitDescription], use_orig_params: bool
         limit = size_text(SMALL_GATHER_BYTES)
         shown = [f"{_these(u, n)} {size_text(u.gathered_bytes)}" for u, n in _by_class(small)]
         remarks.append(
-            f"Units that gather less than {limit} ({len(small):,}): {'; '.join(shown)}. Below "
-            f"{limit} a collective takes the time of its latency, not of its bytes: it costs more "
-            "than the memory it saves. Leave the parameters to the unit above, or wrap a larger "
-            "module."
+            f"Units that all-gather less than {limit} ({len(small):,}): {'; '.join(shown)}. Below "
+            f"{limit} the time of a collective is mostly latency, which costs more than the memory "
+            "saved is worth. Do not wrap these modules, or wrap a larger module around them."
         )
     empty = [u for u in nested if not u.elements]
     if empty:
         shown = [_these(unit, count) for unit, count in _by_class(empty)]
         remarks.append(
-            f"Units without parameters ({len(empty):,}): {'; '.join(shown)}. They shard nothing "
-            "and cost a call."
+            f"Units without parameters ({len(empty):,}): {'; '.join(shown)}. They shard nothing; "
+            "leave them out of the policy."
         )
     for example, count in _by_class([u for u in units if 0 < u.frozen_elements < u.elements]):
         consequence = (
-            "they are kept apart, and no gradient memory is spent on the frozen ones"
+            "they are flattened separately, and the frozen ones take no gradient memory"
             if use_orig_params
-            else "the constructor refuses that unless use_orig_params=True"
+            else "the constructor rejects this unless use_orig_params=True"
         )
         remarks.append(
             f"{_these(example, count)} has frozen ({example.frozen_elements:,}) and trainable "
@@ -128,7 +129,7 @@ def _remarks(plan: Plan, units: Sequence[UnitDescription], use_orig_params: bool
 
 
 def _remarks_on_modules_never_called(plan: Plan, units: Sequence[UnitDescription]) -> list[str]:
-    """Units that cannot gather, because their module's forward does not run."""
+    """Remarks on units that never all-gather, because nothing calls their module's forward."""
     by_path = {unit.path: unit for unit in units}
     managing = [decision for decision in plan.decisions if decision.managed]
     containers = [
@@ -142,20 +143,20 @@ def _remarks_on_modules_never_called(plan: Plan, units: Sequence[UnitDescription
         if any(isinstance(place.parent, nn.MultiheadAttention) for place in decision.places)
     ]
     return [
-        f"{_these(example, count)} becomes a unit, but is never called and so never gathers its "
-        "parameters. Wrap what it contains instead."
+        f"{_these(example, count)} becomes a unit, but a container is never called, so it never "
+        "all-gathers its parameters. Wrap the modules in it instead."
         for example, count in _by_class(containers)
     ] + [
-        f"{_these(example, count)} becomes a unit, but the attention around it reads its "
-        "parameters without calling it. Wrap the attention instead."
+        f"{_these(example, count)} becomes a unit, but nn.MultiheadAttention reads its parameters "
+        "without calling it, so it never all-gathers them. Wrap the attention instead."
         for example, count in _by_class(inside_attention)
     ]
 
 
 def _remarks_on_sharing(plan: Plan, units: Sequence[UnitDescription]) -> list[str]:
     remarks = [
-        f"{unit.places[0]} is registered at {len(unit.places)} places ({', '.join(unit.places)}): "
-        "it becomes one unit, put in all of them."
+        f"{unit.places[0]} is registered under {len(unit.places)} names "
+        f"({', '.join(unit.places)}): it becomes one unit, registered under all of them."
         for unit in units
         if len(unit.places) > 1
     ]
@@ -165,13 +166,13 @@ def _remarks_on_sharing(plan: Plan, units: Sequence[UnitDescription]) -> list[st
             if parameter in left:
                 remarks.append(
                     f"{name} is used in several units, so {decision.path or '(root)'}, which "
-                    "contains all of them, manages it."
+                    "contains all of these units, manages it."
                 )
     return remarks
 
 
 def _by_class(units: Sequence[UnitDescription]) -> list[tuple[UnitDescription, int]]:
-    """The first unit of each class and how many there are: one remark for all."""
+    """The first unit of each class with the number of its units, for one remark per class."""
     counted: dict[str, tuple[UnitDescription, int]] = {}
     for unit in units:
         example, count = counted.get(unit.class_name, (unit, 0))

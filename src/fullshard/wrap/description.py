@@ -1,4 +1,4 @@
-"""What a plan costs, in numbers: elements and bytes per unit. Facts only, no tensors, no text."""
+"""The sizes of a plan: elements and bytes per unit. Numbers only, no tensors and no text."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fullshard.wrap.plan import Decision, Plan
 
 __all__ = ["Description", "UnitDescription", "describe_unit"]
 
-#: With original parameters, each parameter of a flat buffer but the last is padded to this.
+#: With use_orig_params=True, each parameter of a flat buffer but the last is padded to this.
 _ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True)
 class UnitDescription:
-    """One unit as a policy makes it. Elements are numbers, not bytes.
+    """The sizes of one unit that a policy creates.
 
-    ``elements`` and ``bytes`` are those of the managed parameters as they are now;
-    ``shard_elements`` and ``shard_bytes`` what one rank keeps of them (every rank the same,
-    padding included); ``gathered_bytes`` what the full buffer takes while the unit computes,
-    in compute precision. ``places`` are all paths of the unit's module.
+    ``elements`` and ``bytes`` count the managed parameters in their current dtype.
+    ``shard_elements`` and ``shard_bytes`` count one rank's shard, padding included; all ranks have
+    the same. ``gathered_bytes`` is the size of the unit's full buffer while the unit is unsharded,
+    in compute precision. ``places`` lists all paths under which the unit's module is registered.
     """
 
     path: str
@@ -41,16 +41,16 @@ class UnitDescription:
 
     @property
     def name(self) -> str:
-        """The path, or a word for the root, which has none."""
+        """The unit's path, or ``(root)`` for the root, whose path is empty."""
         return self.path or "(root)"
 
 
 @dataclass(frozen=True)
 class Description:
-    """What wrapping a model means, unit by unit; prints as the module tree with remarks.
+    """The result of :func:`describe`, unit by unit; prints as the module tree with remarks.
 
-    ``units`` begins with the root and follows the order of ``model.modules()``. The sums count
-    every managed parameter once; ``ignored_elements`` are in no unit.
+    ``units`` begins with the root and follows the order of ``model.modules()``. The totals count
+    every managed parameter once; ``ignored_elements`` belong to no unit.
     """
 
     model_class: str
@@ -100,7 +100,7 @@ class _Group:
     compute_item_bytes: int
 
     def buffer_elements(self, *, aligned: bool) -> int:
-        """The length of the unsharded flat buffer, without the padding at its end."""
+        """The number of elements in the unsharded flat buffer, without the padding at its end."""
         if not aligned:
             return sum(self.numels)
         step = max(_ALIGNMENT_BYTES // self.compute_item_bytes, 1)
@@ -113,7 +113,7 @@ def _groups(
 ) -> list[_Group]:
     sorted_by_kind: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
-        # Without original parameters a unit is uniform, or the constructor refuses it.
+        # With use_orig_params=False the constructor rejects units that mix both.
         trainable = parameter.requires_grad if use_orig_params else None
         sorted_by_kind.setdefault((parameter.dtype, trainable), []).append(parameter)
     return [
@@ -127,7 +127,7 @@ def _groups(
 
 
 def describe_unit(plan: Plan, decision: Decision, world_size: int) -> UnitDescription:
-    """Count what the unit of ``decision`` manages and what ``world_size`` ranks keep of it."""
+    """Compute the sizes of the unit of ``decision``, sharded over ``world_size`` ranks."""
     arguments: Mapping[str, Any] = decision.arguments
     precision = arguments.get("mixed_precision")
     compute = None if precision is None else precision.param_dtype

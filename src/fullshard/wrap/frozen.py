@@ -1,4 +1,4 @@
-"""Frozen and trainable parameters in one unit: found before wrapping, told with their names."""
+"""Checking for units that mix frozen and trainable parameters, before anything is wrapped."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ __all__ = [
 def check_unit_is_uniform(
     path: str, names: Sequence[str], parameters: Sequence[nn.Parameter], use_orig_params: bool
 ) -> None:
-    """Complain if some of a unit's ``parameters`` are frozen and others trainable.
+    """Raise or warn if some of a unit's ``parameters`` are frozen and others are trainable.
 
-    Raises ``ValueError`` for ``use_orig_params=False`` and warns for ``True``. The words are
-    matched by users' code; the engine itself spends no gradient memory on frozen parameters.
+    Raises ``ValueError`` for ``use_orig_params=False`` and warns for ``True``. Users' programs
+    match the text of the message, so it is torch's, although this engine allocates no gradient
+    memory for frozen parameters.
     """
-    message = _complaint(path, names, parameters, use_orig_params)
+    message = _mixed_message(path, names, parameters, use_orig_params)
     if message is None:
         return
     if not use_orig_params:
@@ -36,18 +37,21 @@ def check_unit_is_uniform(
 
 
 def check_flat_unit_is_uniform(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse a unit that is made by hand, without original parameters, of both kinds."""
+    """Raise ``ValueError`` for a unit wrapped by hand, with ``use_orig_params=False``, that mixes
+    frozen and trainable parameters.
+    """
     if len({parameter.requires_grad for parameter in parameters}) > 1:
         found = {parameter: name for name, parameter in module.named_parameters()}
         names = [found[parameter] for parameter in parameters]
-        message = _complaint(_name_of_root(module), names, parameters, use_orig_params=False)
+        message = _mixed_message(_name_of_root(module), names, parameters, use_orig_params=False)
         raise ValueError(
             "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: "
-            f"wrap the frozen parameters on their own, or pass use_orig_params=True. {message}"
+            "wrap the frozen parameters in units of their own, or pass use_orig_params=True. "
+            f"{message}"
         )
 
 
-def _complaint(
+def _mixed_message(
     path: str, names: Sequence[str], parameters: Sequence[nn.Parameter], use_orig_params: bool
 ) -> str | None:
     named = list(zip(names, parameters, strict=True))
@@ -76,7 +80,7 @@ def _complaint(
 def check_plan_is_uniform(plan: Plan) -> None:
     """Check every unit of ``plan``, children before parents and the root last.
 
-    Each unit is judged by its own ``use_orig_params``.
+    The check uses each unit's own value of ``use_orig_params``.
     """
     for decision in (*plan.decisions, plan.root):
         check_unit_is_uniform(
@@ -93,9 +97,9 @@ def _validate_frozen_params(
     ignored_params: Iterable[nn.Parameter],
     use_orig_params: bool,
 ) -> None:
-    """Check the units that wrapping ``modules_to_wrap`` would make, children before parents.
+    """Check the units that wrapping ``modules_to_wrap`` would create, children before parents.
 
-    Only modules given are checked: the root too only if it is among them.
+    Only these modules are checked; the root is checked only if it is one of them.
     """
     graph = ModuleGraph(root, excluded_parameters=frozenset(ignored_params))
     units = {graph.index_of[module] for module in modules_to_wrap if module in graph.index_of}

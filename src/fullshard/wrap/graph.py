@@ -3,9 +3,9 @@ r"""The module tree as a graph of integers. Pure: reads modules, changes nothing
 Note: Dominators
 ----------------
 A module may be registered at several places and a parameter in several modules, so the
-"tree" is in truth a directed graph. A unit holds full parameters only while its module runs;
-it can manage a parameter only if every way from the root to that parameter leads through it,
-in other words if it *dominates* the parameter::
+"tree" is really a directed graph. A unit is unsharded only while its module runs, so it can
+manage a parameter only if every path from the root to that parameter goes through it: if it
+*dominates* the parameter::
 
               root              embedding and head share one weight: only root
             /   |   \           dominates it, so no unit below may manage it.
@@ -48,9 +48,9 @@ class ParameterNode:
 
 
 def walk(root: nn.Module, excluded: Collection[nn.Module] = ()) -> Iterator[nn.Module]:
-    """Yield every module once, parents first, leaving out what lies below ``excluded``.
+    """Yield every module once, parents first, without descending into ``excluded``.
 
-    The order is that of ``root.modules()``; unlike it, depth is bounded by memory alone.
+    The order is that of ``root.modules()``, but without recursion, so deep models work.
     ``root`` itself is always yielded.
     """
     seen: set[nn.Module] = set()
@@ -117,7 +117,7 @@ class ModuleGraph:
     def _edges_out_of(
         module: nn.Module, excluded: Collection[nn.Module]
     ) -> Iterator[tuple[str, nn.Module]]:
-        if module in excluded:  # only the root can be, and then there is nothing to see
+        if module in excluded:  # only the root can be excluded here; the graph then ends with it
             return iter(())
         return iter([(n, m) for n, m in module._modules.items() if m is not None])
 
@@ -131,7 +131,7 @@ class ModuleGraph:
 
     @property
     def parents_first(self) -> Iterator[int]:
-        """Indices such that every module comes after all modules that hold it."""
+        """Indices in an order in which every module comes after all modules that hold it."""
         return reversed(self.children_first)
 
     def _find_dominators(self) -> None:
@@ -139,7 +139,7 @@ class ModuleGraph:
         for index in self.parents_first:
             if index == 0:
                 continue
-            # An edge from a module that is not finished closes a cycle: it adds no new way in.
+            # An edge from an unfinished module closes a cycle, so it adds no new path to this one.
             parents = [e.parent for e in self.incoming[index] if e.parent in finished]
             self.dominator[index] = self._lowest_common(parents)
             self.depth[index] = self.depth[self.dominator[index]] + 1

@@ -1,4 +1,4 @@
-"""What no unit may touch: resolving ``ignored_modules`` and ``ignored_states``. Changes nothing."""
+"""Resolving ``ignored_modules`` and ``ignored_states``, without changing the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["NOTHING_IGNORED", "Ignored", "resolve_ignored"]
 
 @dataclass(frozen=True)
 class Ignored:
-    """The modules (with everything below them), parameters and buffers that are left alone.
+    """The modules (with everything below them), parameters and buffers that no unit manages.
 
     ``buffer_names`` are relative to the root and without wrapper prefixes.
     """
@@ -37,12 +37,12 @@ def resolve_ignored(
     ignored_modules: Iterable[nn.Module] | None = None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
 ) -> Ignored:
-    """Return all that ``root``'s unit must leave alone.
+    """Return all modules, parameters and buffers that the unit of ``root`` must ignore.
 
-    An ignored module stands for everything below it, except what nested units manage; what a
-    nested unit already ignores (its ``_ignored_modules`` and ``_ignored_params``) is ignored
-    here too. ``ignored_states`` holds either modules or parameters; it replaces
-    ``ignored_modules``, so only one of the two may be given.
+    Ignoring a module ignores everything below it, except what nested units manage. What a nested
+    unit ignores (its ``_ignored_modules`` and ``_ignored_params``) is ignored here, too.
+    ``ignored_states`` holds either modules or parameters; it replaces ``ignored_modules``, so only
+    one of the two may be given.
     """
     modules, parameters = _given(ignored_modules, ignored_states)
     if any(map(is_unit, modules)):
@@ -72,7 +72,7 @@ def _given(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
 ) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """Check what the user gave and sort it into modules and parameters."""
+    """Validate the two arguments and return them as modules and parameters."""
     if ignored_modules is None and ignored_states is None:
         return [], []
     if ignored_modules is not None and ignored_states is not None:
@@ -103,10 +103,11 @@ def _given(
 
 
 def _listed(given: Iterable[object], argument: str) -> list[object]:
-    # A container such as nn.Sequential can be iterated, but meant is the module itself.
+    # A container such as nn.Sequential is iterable, but the user means the module itself.
     if isinstance(given, (nn.Module, torch.Tensor)) or not isinstance(given, Iterable):
         raise TypeError(
-            f"{argument} expects a list, but got one {type(given).__name__}. Put it into a list."
+            f"{argument} expects a list, but got a single {type(given).__name__}. Pass "
+            f"{argument}=[...] instead."
         )
     return list(given)
 

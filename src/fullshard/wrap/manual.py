@@ -1,4 +1,4 @@
-"""Wrapping by hand: ``enable_wrap`` and ``wrap``. Knows no policy and no wrapper class."""
+"""Wrapping by hand with ``enable_wrap`` and ``wrap``. Depends on no policy or wrapper class."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class _Context:
     arguments: dict[str, Any]
 
 
-# A context variable, so that a thread or task that builds another model is not wrapped along.
+# A context variable, so that other threads and tasks, which build other models, are not affected.
 _context: ContextVar[_Context | None] = ContextVar("fullshard_enable_wrap", default=None)
 
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, None, None]:
-    """Make :func:`wrap` wrap: with ``wrapper_cls`` and these arguments, inside this context.
+    """Make :func:`wrap` wrap modules with ``wrapper_cls`` and these arguments in this context.
 
-    Contexts nest: the inner one counts until it is left, even by an exception.
+    Contexts nest: the innermost one applies.
 
     >>> with enable_wrap(wrapper_cls=FullyShardedDataParallel, use_orig_params=True):
     ...     layer = wrap(nn.Linear(5, 5))
@@ -47,8 +47,8 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, N
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     """Return ``module`` wrapped if inside :func:`enable_wrap`, else ``module`` itself.
 
-    ``wrap_overrides`` take precedence over the context's arguments. A model whose layers are
-    built with ``wrap`` can so be used with and without sharding, unchanged.
+    ``wrap_overrides`` take precedence over the context's arguments. A model that builds its layers
+    with ``wrap`` can be used with and without sharding.
     """
     context = _context.get()
     if context is None:

@@ -1,6 +1,6 @@
-"""How a module says that it is a unit already. Imports nothing of fullshard.
+"""Recognising wrapped modules by a class attribute. Imports nothing of fullshard.
 
-The wrapper class lives above this package, so wrapping recognises it by a class attribute.
+The wrapper class is defined in a layer above this package, which therefore cannot import it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,6 @@ WRAPPED_MODULE_NAME = "_fsdp_wrapped_module"
 
 
 def is_unit(module: object) -> TypeGuard[nn.Module]:
-    """Tell whether ``module`` is an instance of a wrapper class."""
-    # Asked of the class: an instance may forward unknown attributes to the module it wraps.
+    """Return True if ``module`` is an instance of a wrapper class."""
+    # Read from the class: an instance forwards unknown attributes to the module it wraps.
     return isinstance(module, nn.Module) and getattr(type(module), UNIT_ATTRIBUTE, False) is True

@@ -1,7 +1,7 @@
-"""Deciding what to wrap, before anything is wrapped. Pure: needs no process group.
+"""Planning what to wrap, before anything is wrapped. Pure: needs no process group.
 
-:func:`decide` turns a module tree and a policy into a :class:`Plan`; ``apply.py`` carries it
-out, ``describe.py`` prints it.
+:func:`decide` turns a module tree and a policy into a :class:`Plan`; ``apply.py`` applies it and
+``describe.py`` prints it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["Attribute", "Decision", "Plan", "decide"]
 
 _CLASSES_NAMED_AT_MOST = 12
 
-# What belongs to the outermost constructor call alone: each decision carries its own share.
+# Arguments of the outermost constructor call that nested units do not inherit.
 _NOT_INHERITED = ("auto_wrap_policy", "ignored_modules", "ignored_states", "module")
 
 
 @dataclass(frozen=True, eq=False)
 class Attribute:
-    """Where a module is registered: ``parent._modules[name]``."""
+    """The attribute under which a module is registered: ``parent._modules[name]``."""
 
     parent: nn.Module
     name: str
@@ -36,13 +36,13 @@ class Attribute:
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """One module that becomes a unit, and what it will manage.
+    """One module that becomes a unit, and the parameters that the unit will manage.
 
-    ``path`` is relative to the root, by the first of ``places``; a module registered at
-    several places has one decision. ``managed`` are the parameters of the unit, in the order
-    of ``module.parameters()``. ``left_to_ancestor`` are those it reaches but must not manage,
-    because they are used outside of it too. ``ignored_modules`` and ``ignored_parameters``
-    are what this unit meets of the ignored ones, nested units aside.
+    ``path`` is relative to the root, by the first of ``places``; a module registered at several
+    places has one decision. ``managed`` are the parameters of the unit, in the order of
+    ``module.parameters()``. ``left_to_ancestor`` are parameters that the module uses but an
+    enclosing unit manages, because they are used outside the module, too. ``ignored_modules`` and
+    ``ignored_parameters`` are the ignored ones inside this unit but not inside a nested unit.
     """
 
     path: str
@@ -58,10 +58,10 @@ class Decision:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a policy means for a model.
+    """The units that a policy creates in a model.
 
     ``decisions`` are the nested units, children before parents; ``root`` is the outermost
-    unit, which the caller wraps. ``warnings`` are what the user should be told.
+    unit, which the caller wraps. ``warnings`` are messages for the user.
     """
 
     root: Decision
@@ -71,12 +71,12 @@ class Plan:
     graph: ModuleGraph = field(repr=False)
 
     def __str__(self) -> str:
-        streams = [
+        lines = [
             f"{decision.path or '(root)'}: {type(decision.module).__name__}, "
             f"{len(decision.managed)} parameters"
             for decision in (*self.decisions, self.root)
         ]
-        return "\n".join(streams)
+        return "\n".join(lines)
 
 
 def decide(
@@ -86,12 +86,12 @@ def decide(
     ignored: Ignored = NOTHING_IGNORED,
     root_arguments: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Return what wrapping ``root`` with ``policy`` means, changing nothing.
+    """Plan the wrapping of ``root`` with ``policy``, without changing the model.
 
     ``root_arguments`` are the constructor arguments of the outermost unit, which every nested
-    one inherits. Under a ``mixed_precision`` that lowers some dtype, modules of the classes
-    that it exempts (BatchNorm) become units of their own in full precision. Without a policy
-    the root is the only unit. Raises ``ValueError`` if ``root`` contains a unit already.
+    unit inherits. If ``mixed_precision`` sets a dtype, modules of the classes that it exempts
+    (BatchNorm) become units of their own in full precision. Without a policy the root is the only
+    unit. Raises ``ValueError`` if ``root`` already contains a unit.
 
     >>> from fullshard.wrap import ModuleWrapPolicy
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
@@ -138,7 +138,7 @@ def _check_not_wrapped(root: nn.Module) -> None:
 
 
 def _exempt_classes(mixed_precision: Any) -> tuple[type[nn.Module], ...]:
-    """The classes to keep in full precision; none where precision is full anyway."""
+    """The module classes to keep in full precision; empty without mixed precision."""
     dtypes = ("param_dtype", "reduce_dtype", "buffer_dtype")
     if mixed_precision is None or all(getattr(mixed_precision, d) is None for d in dtypes):
         return ()
@@ -148,7 +148,7 @@ def _exempt_classes(mixed_precision: Any) -> tuple[type[nn.Module], ...]:
 def _ignored_by_single_modules(
     graph: ModuleGraph, selection: Selection, ignored: Ignored
 ) -> Ignored | None:
-    """``ignored`` and what a policy ignores through one module's own arguments, if that is more."""
+    """Extend ``ignored`` by what a policy ignores for single modules; None if it adds nothing."""
     modules, parameters, names = ignored.modules, ignored.parameters, ignored.buffer_names
     for index, arguments in selection.arguments.items():
         if "ignored_modules" not in arguments and "ignored_states" not in arguments:
@@ -166,7 +166,7 @@ def _ignored_by_single_modules(
 
 
 class _IgnoredByUnit:
-    """What each unit meets of the ignored modules and parameters, nested units aside."""
+    """The ignored modules and parameters inside each unit, but not inside its nested units."""
 
     def __init__(self, graph: ModuleGraph, assignment: Assignment, ignored: Ignored) -> None:
         self.modules: dict[int, dict[nn.Module, None]] = {}
@@ -222,19 +222,20 @@ def _warnings(graph: ModuleGraph, policy: Policy | None, selection: Selection) -
             shown.append(f"and {len(occurring) - len(shown)} other classes")
         messages.append(
             f"The auto_wrap_policy {policy_name(policy)} matches no module of "
-            f"{type(graph.modules[0]).__name__}, so it creates no unit and all parameters are "
-            f"gathered at once. The classes that occur in it are: {', '.join(shown)}."
+            f"{type(graph.modules[0]).__name__}, so the root is the only unit and all-gathers all "
+            f"parameters at once. Pass a policy that matches some of the classes in the model: "
+            f"{', '.join(shown)}."
         )
     return messages
 
 
 def _occurring_classes(graph: ModuleGraph) -> dict[str, tuple[int, int]]:
-    """Class name → how many modules of it hold parameters, and the most elements in one."""
+    """Map class names to the number of modules with parameters, and the most elements in one."""
     sizes = Sizes(graph)
     found: dict[str, tuple[int, int]] = {}
     for index, module in enumerate(graph.modules):
         elements = sizes.below(index)
-        # A list or dict of modules is never called, so it is no candidate for a unit.
+        # A list or dict of modules has no forward, so it is no candidate for a unit.
         if index and elements and not isinstance(module, nn.ModuleList | nn.ModuleDict):
             count, largest = found.get(type(module).__name__, (0, 0))
             found[type(module).__name__] = (count + 1, max(largest, elements))

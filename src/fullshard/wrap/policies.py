@@ -1,13 +1,14 @@
-"""The policies: which modules become units. Pure decisions: they read modules, never change them.
+"""Wrapping policies: they choose the modules that become units, and never change a module.
 
-A policy comes in two forms. A *policy object* (:class:`_Policy`) looks at the whole tree and
-returns the modules to wrap. A *policy function* is asked about one module at a time::
+A policy comes in two forms. A *policy object* (:class:`_Policy`) looks at the whole module tree and
+returns the modules to wrap. A *policy function* is called for one module at a time::
 
     def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool: ...
 
-With ``recurse=True`` it says whether to look below ``module`` (a module whose answer is no is
-not wrapped either); with ``recurse=False`` whether to wrap ``module`` itself, whose
-``nonwrapped_numel`` elements are in no nested unit yet. ``functools.partial`` binds the rest.
+Called with ``recurse=True``, it returns True to continue with the children of ``module``; a module
+for which it returns False is not wrapped either. Called with ``recurse=False``, it returns True to
+wrap ``module`` itself; ``nonwrapped_numel`` counts the elements below it that are in no nested unit
+yet. Bind further arguments with ``functools.partial``.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ PolicyFunction = Callable[..., bool]
 def module_classes_from(given: object, argument: str) -> tuple[type[nn.Module], ...]:
     """Return the classes in ``given`` (an iterable of classes, or one class) as a tuple.
 
-    Whatever is not a class raises a ``TypeError`` that names ``argument``: a class given by its
-    name would otherwise match nothing, silently.
+    Anything that is not a class raises a ``TypeError`` that names ``argument``. Without this check,
+    a class given as a string would silently match nothing.
     """
     if isinstance(given, type):
         return (given,)
@@ -58,12 +59,12 @@ def _not_a_class(entry: object, argument: str) -> str:
     if isinstance(entry, str):
         return (
             f"{expected}, but got the string {entry!r}. Pass the class itself "
-            f"({{{entry}}}, imported from where it is defined) instead of its name ({{{entry!r}}})."
+            f"({{{entry}}}, imported from its module) instead of its name ({{{entry!r}}})."
         )
     if isinstance(entry, nn.Module):
         name = type(entry).__name__
         return (
-            f"{expected}, but got a module of class {name}. Pass its class ({{{name}}}), or "
+            f"{expected}, but got an instance of {name}. Pass its class ({{{name}}}), or "
             f"pick single modules with CustomPolicy(lambda module: module is ...)."
         )
     return f"{expected} such as {{nn.TransformerEncoderLayer}}, but got {entry!r}."
@@ -81,16 +82,16 @@ class _Policy(ABC):
     ) -> dict[nn.Module, dict[str, Any]]:
         """Return the modules to wrap, each with its constructor arguments.
 
-        ``root_kwargs`` are the arguments of the outermost unit, which every module inherits
-        unless the policy changes them. Modules in ``ignored_modules`` must not be returned.
-        The root may be returned; it is wrapped by the caller in any case.
+        ``root_kwargs`` are the constructor arguments of the outermost unit, which every module
+        inherits unless the policy overrides them. The result must not contain modules of
+        ``ignored_modules``. It may contain the root, which the caller wraps in any case.
         """
 
 
 class ModuleWrapPolicy(_Policy):
     """Wrap every module that is an instance of one of the classes.
 
-    It may also be called like a policy function, for example inside :func:`_or_policy`.
+    It can also be called as a policy function, for example inside :func:`_or_policy`.
 
     >>> ModuleWrapPolicy({nn.TransformerEncoderLayer})
     ModuleWrapPolicy({TransformerEncoderLayer})
@@ -112,7 +113,7 @@ class ModuleWrapPolicy(_Policy):
         }
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """Answer as a policy function does."""
+        """Behave as a policy function."""
         return recurse or isinstance(module, self._module_classes)
 
     def __repr__(self) -> str:
@@ -121,7 +122,7 @@ class ModuleWrapPolicy(_Policy):
 
 
 class CustomPolicy(_Policy):
-    """Wrap what a function picks, with arguments of its own where the function gives some.
+    """Wrap the modules that a function picks, with the constructor arguments that it returns.
 
     ``lambda_fn(module)`` returns ``False`` (or an empty dict) to leave the module alone,
     ``True`` to wrap it with the root's arguments, or a dict of constructor arguments that
@@ -178,7 +179,7 @@ def lambda_auto_wrap_policy(
     nonwrapped_numel: int,
     lambda_fn: Callable[[nn.Module], bool],
 ) -> bool:
-    """Wrap the modules for which ``lambda_fn(module)`` is true; look everywhere."""
+    """Wrap the modules for which ``lambda_fn(module)`` is true, at any depth."""
     return recurse or lambda_fn(module)
 
 
@@ -188,9 +189,9 @@ def transformer_auto_wrap_policy(
     nonwrapped_numel: int,
     transformer_layer_cls: set[type[nn.Module]],
 ) -> bool:
-    """Wrap the instances of ``transformer_layer_cls``; look everywhere.
+    """Wrap the instances of ``transformer_layer_cls``, at any depth.
 
-    :class:`ModuleWrapPolicy` says the same as an object.
+    :class:`ModuleWrapPolicy` is the same as a policy object.
     """
     classes = module_classes_from(transformer_layer_cls, "transformer_layer_cls")
     return recurse or isinstance(module, classes)
@@ -204,11 +205,11 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """Wrap a module once the elements below it that are in no nested unit reach a minimum.
+    """Wrap a module if at least ``min_num_params`` elements below it are in no nested unit.
 
-    Modules of ``force_leaf_modules`` are left whole: neither they nor anything below them is
-    wrapped. Modules of ``exclude_wrap_modules`` are not wrapped, but their children may be.
-    The defaults are the attributes ``FORCE_LEAF_MODULES`` and ``EXCLUDE_WRAP_MODULES``.
+    Instances of ``force_leaf_modules`` and all modules below them are never wrapped. Instances of
+    ``exclude_wrap_modules`` are not wrapped, but their children may be. The defaults are the
+    attributes ``FORCE_LEAF_MODULES`` and ``EXCLUDE_WRAP_MODULES`` of this function.
     """
     if nonwrapped_numel < min_num_params:
         return False
@@ -220,8 +221,8 @@ def size_based_auto_wrap_policy(
     return not isinstance(module, module_classes_from(kept, "exclude_wrap_modules"))
 
 
-# Multi-head attention reads its projection's weight without calling it, so the projection could
-# not gather its own; lists and dicts of modules are never called, so they could not either.
+# A unit all-gathers its parameters when its forward is called. Multi-head attention reads the
+# weight of its projection without calling it, and lists and dicts of modules have no forward.
 size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {  # type: ignore[attr-defined]
     nn.MultiheadAttention
 }
@@ -234,7 +235,7 @@ size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {  # type: ignore[attr-define
 def _wrap_module_cls_individually(
     module: nn.Module, module_classes: Sequence[type], recurse: bool, *args: Any, **kwargs: Any
 ) -> bool:
-    """Wrap the instances of ``module_classes``; look everywhere."""
+    """Wrap the instances of ``module_classes``, at any depth."""
     return recurse or isinstance(module, module_classes_from(module_classes, "module_classes"))
 
 
@@ -244,7 +245,7 @@ def _or_policy(
     nonwrapped_numel: int,
     policies: Iterable[PolicyFunction],
 ) -> bool:
-    """Wrap (or look below) a module if any of ``policies`` would."""
+    """Wrap a module, or recurse into it, if any of ``policies`` would."""
     return any(
         policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
         for policy in policies

@@ -1,4 +1,4 @@
-"""The module tree as text, with what becomes a unit. Reads a plan and its numbers, nothing else."""
+"""Rendering a plan as text: the module tree with its units and their sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HEADINGS = ("module", "units", "parameters", "size", "gathered", "per rank")
 
 
 def size_text(count: int) -> str:
-    """Bytes as people read them: ``1.5 MiB``."""
+    """Format a number of bytes for people: ``1.5 MiB``."""
     if count < 1024:
         return f"{count} B"
     size = float(count)
@@ -31,9 +31,9 @@ def size_text(count: int) -> str:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A run of siblings that look the same; a single module is a run of one.
+    """A run of siblings that print the same line; a single module is a run of one.
 
-    ``index`` is the first of them in the graph, or None for an ignored module.
+    ``index`` is the graph index of the first of them, or None for an ignored module.
     """
 
     first_name: str
@@ -41,7 +41,7 @@ class _Entry:
     count: int
     module: nn.Module
     index: int | None
-    repeated: bool  # shown before, at another place
+    repeated: bool  # the module was shown before, under another path
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class _Tree:
         looks = [-1] * len(self._graph.modules)
         for index in self._graph.children_first:
             if len(self._graph.incoming[index]) > 1:
-                look: object = index  # a shared module looks like nothing else
+                look: object = index  # a shared module is never merged into a run
             else:
                 unit = self._units.get(index)
                 look = (
@@ -88,7 +88,7 @@ class _Tree:
             return []
         return [(name, child) for name, child in module._modules.items() if child is not None]
 
-    def streams(self) -> Iterator[_Line]:
+    def lines(self) -> Iterator[_Line]:
         root = self._graph.modules[0]
         shown = {0}
         stack = [("", "", 1, _Entry("", "", 1, root, 0, repeated=False))]
@@ -123,7 +123,7 @@ class _Tree:
         return entries
 
     def _unfolded(self, index: int) -> list[tuple[str, nn.Module]]:
-        """The children to show below a module: plain containers give way to their content."""
+        """The children to show below a module; plain containers are replaced by their content."""
         children = self._below(index)
         position = 0
         while position < len(children):
@@ -193,7 +193,7 @@ class _Tree:
 
 
 def _names_of_shared_parameters(graph: ModuleGraph) -> dict[nn.Parameter, str]:
-    """Parameter held by several modules → its first name and how often it is held."""
+    """Map each parameter that several modules hold to its first name and the number of holders."""
     return {
         node.parameter: f"{graph.parameter_path(node)} in {len(node.holders)} modules"
         for node in graph.parameters
@@ -206,17 +206,17 @@ def _numbers_of(unit: UnitDescription) -> tuple[int, ...]:
 
 
 def _same_list(entry: _Entry, name: str) -> bool:
-    """Whether ``name`` continues the run, as ``layers.3`` does after ``layers.2``."""
+    """Return True if ``name`` continues the run, as ``layers.3`` does after ``layers.2``."""
     return entry.last_name.rpartition(".")[0] == name.rpartition(".")[0]
 
 
 def render_tree(plan: Plan, units: Mapping[str, UnitDescription]) -> str:
-    """Return the tree of ``plan``'s modules; ``units`` are its units by path."""
-    streams = list(_Tree(plan, units).streams())
+    """Return the module tree of ``plan`` as text; ``units`` maps paths to the plan's units."""
+    lines = list(_Tree(plan, units).lines())
     headings = _Line(_HEADINGS[0], _HEADINGS[1:], "")
-    label_width = max(len(line.label) for line in (headings, *streams))
+    label_width = max(len(line.label) for line in (headings, *lines))
     widths = [
-        max(len(line.columns[column]) for line in (headings, *streams))
+        max(len(line.columns[column]) for line in (headings, *lines))
         for column in range(len(headings.columns))
     ]
     return "\n".join(
@@ -227,5 +227,5 @@ def render_tree(plan: Plan, units: Mapping[str, UnitDescription]) -> str:
                 line.note,
             ]
         ).rstrip()
-        for line in (headings, *streams)
+        for line in (headings, *lines)
     )

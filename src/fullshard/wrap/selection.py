@@ -1,4 +1,4 @@
-"""Asking a policy which modules to wrap. Pure: the answer is data, nothing is wrapped here."""
+"""Asking a policy which modules to wrap. Pure: the result is data, and nothing is wrapped here."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Policy = PolicyFunction | _Policy
 class Selection:
     """The modules to wrap (by index, without the root), each with its constructor arguments.
 
-    ``exempt`` are those wrapped on their own because mixed precision does not suit their
-    class; ``policy_matched`` says whether the policy itself picked anything.
+    ``exempt`` are the modules that become units of their own because mixed precision exempts their
+    class. ``policy_matched`` is True if the policy itself picked a module.
     """
 
     arguments: dict[int, dict[str, Any]]
@@ -33,7 +33,7 @@ class Selection:
 
 
 class Sizes:
-    """Element counts of a graph, in time linear in its size."""
+    """The element counts of a graph's modules, computed in time linear in its size."""
 
     def __init__(self, graph: ModuleGraph) -> None:
         self._graph = graph
@@ -58,7 +58,7 @@ class Sizes:
         ]
 
     def below(self, index: int) -> int:
-        """The elements of all distinct parameters reachable from a module."""
+        """Count the elements of all distinct parameters reachable from a module."""
         if not self._reaches_out[index]:
             return self._dominated[index]
         distinct: dict[nn.Parameter, int] = {}
@@ -110,7 +110,7 @@ def select(
 
 
 def _is_policy_object(policy: object) -> TypeGuard[_Policy]:
-    # Known by its method, so that objects of torch's own classes work too.
+    # Recognised by its method, so that objects of torch's own policy classes work, too.
     return not isinstance(policy, type) and hasattr(policy, "_run_policy")
 
 
@@ -126,26 +126,26 @@ def _ask_object(
 
 
 def _check_function(policy: PolicyFunction) -> None:
-    """Refuse a function that cannot be called as policies are."""
+    """Raise ``TypeError`` if ``policy`` cannot be called with the arguments of a policy."""
     try:
         signature = inspect.signature(policy)
     except ValueError:
-        # Not every callable tells.
+        # Some callables, such as built-ins, have no signature to inspect.
         return
     try:
         signature.bind(module=None, recurse=True, nonwrapped_numel=0)
     except TypeError as error:
         raise TypeError(
-            f"{_not_a_policy(policy)} It takes {signature}: pass a function of a module alone as "
-            "CustomPolicy(function)"
+            f"{_not_a_policy(policy)} Its signature is {signature}. Pass a function that takes "
+            "only a module as CustomPolicy(function)"
         ) from error
 
 
 def _ask_function(graph: ModuleGraph, policy: PolicyFunction, exempt: frozenset[int]) -> list[int]:
-    """The modules that ``policy`` wants wrapped, children first.
+    """The modules that ``policy`` picks, children first.
 
-    A nested unit takes its elements out of the counts of the modules above it, and so does a
-    module in ``exempt``, which becomes a unit in any case.
+    The elements of a nested unit do not count for the modules above it. The same goes for modules
+    in ``exempt``, which become units in any case.
     """
     sizes = Sizes(graph)
     asked = _modules_to_ask_about(graph, policy, sizes)
@@ -164,7 +164,7 @@ def _ask_function(graph: ModuleGraph, policy: PolicyFunction, exempt: frozenset[
 
 
 def _modules_to_ask_about(graph: ModuleGraph, policy: PolicyFunction, sizes: Sizes) -> set[int]:
-    """The modules that ``policy`` wants to look at, reached through such modules alone."""
+    """The modules into which ``policy`` recurses, beginning at the root."""
     accepted: set[int] = set()
     visited: set[int] = set()
     stack = [0]
@@ -181,7 +181,7 @@ def _modules_to_ask_about(graph: ModuleGraph, policy: PolicyFunction, sizes: Siz
 
 
 def policy_name(policy: object) -> str:
-    """How a message names a policy: without memory addresses."""
+    """The name of a policy for messages, without memory addresses."""
     if isinstance(policy, functools.partial):
         bound = [f"{key}={_short(value)}" for key, value in policy.keywords.items()]
         return f"{policy_name(policy.func)}({', '.join(bound)})"

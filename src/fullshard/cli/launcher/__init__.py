@@ -1,1 +1,1 @@
-"""Starting ranks, on one machine or several, and ending all when one fails: ``fullshard run``."""
+"""``fullshard run``: starts ranks on one machine or several, and stops all when one fails."""

@@ -1,9 +1,9 @@
-"""Ranks that have ended without an error while others go on, and maybe wait for them in vain.
+"""Reporting ranks that have ended without an error while others may wait for them forever.
 
-The launcher cannot see whether a rank is inside a collective. It can see whether a rank computes:
-one that saves or draws at the end of a training does, one that waits over gloo does not. One that
-waits on a GPU looks busy, too. So idle ranks are told of soon, others only after minutes, and what
-is said is true of a healthy run as well.
+The launcher cannot see whether a rank is inside a collective, only whether it uses the CPU. A rank
+that saves a checkpoint at the end of training does; one that waits over gloo does not; one that
+waits on a GPU looks busy. So idle ranks are reported soon and busy ones only after minutes, in
+words that also hold for a healthy run.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from typing import Any
 
 __all__ = ["tell_of_early_ends"]
 
-#: The launcher's ranks that have not ended, by their places on this machine, and all of them.
+#: The launcher's attributes with the local ranks that are running, and with all local ranks.
 _RUNNING = "_running_local_ranks"
 _STARTED = "subprocess_handlers"
-#: Seconds for which ranks must have been idle before it is told that they are, and seconds after
-#: which it is told that the others have ended even so.
+#: Seconds after which idle ranks are reported, and seconds after which busy ranks are.
 _SECONDS_IDLE = 20.0
 _SECONDS_APART = 600.0
-#: The part of a core that a process takes while it waits: torch has threads that wake up at times.
+#: The fraction of a core that a waiting process uses: some threads of torch's wake up at times.
 _IDLE = 0.1
 
 
 @dataclass(frozen=True)
 class _Activity:
-    """Seconds that processes have computed so far, and whether one of them wants to right now.
+    """CPU seconds that processes have used so far, and whether one of them is runnable now.
 
-    On a machine with too much to do, who wants to compute may not be let for a while.
+    On an overloaded machine, a runnable process may get no CPU time for a while.
     """
 
     seconds: float
@@ -42,7 +41,7 @@ class _Activity:
 
 @dataclass
 class _EarlyEnds:
-    """When the first rank of an attempt had ended, and since when those that go on are idle."""
+    """The time when the first rank of an attempt ended, and since when the others are idle."""
 
     since: float
     idle_since: float
@@ -54,9 +53,9 @@ _early_ends: weakref.WeakKeyDictionary[Any, _EarlyEnds] = weakref.WeakKeyDiction
 
 
 def tell_of_early_ends(agent: Any, ranks: Any) -> None:
-    """Say, once in an attempt, which ranks have ended and which go on. Called again and again.
+    """Print, once per attempt, which ranks have ended and which are still running.
 
-    ``agent`` and ``ranks`` are the launcher's own.
+    The launcher calls this repeatedly; ``agent`` and ``ranks`` are its own objects.
     """
     running = getattr(ranks, _RUNNING)
     ended = set(getattr(ranks, _STARTED)) - running
@@ -75,21 +74,21 @@ def tell_of_early_ends(agent: Any, ranks: Any) -> None:
     print(
         f"{_numbered(workers, ended)} ended {now - known.since:.0f} s ago, without an error. "
         f"{'Still running, but idle' if idle else 'Still running'}: "
-        f"{_numbered(workers, running).lower()}. Who waits in a collective for a rank that has "
-        "ended waits in vain: if nothing more happens, look whether all ranks have the same number "
-        "of batches.",
+        f"{_numbered(workers, running).lower()}. A rank that waits in a collective for one that "
+        "has ended waits forever: if nothing more happens, check that all ranks have the same "
+        "number of batches.",
         file=sys.stderr,
         flush=True,
     )
 
 
 def _are_idle(known: _EarlyEnds, activity: _Activity | None, now: float) -> bool:
-    """Whether the ranks that go on have computed next to nothing for some time, as far as known."""
+    """Return True if the running ranks have used almost no CPU time for some time."""
     before, seconds = known.activity, now - known.idle_since
     if before is None or activity is None or activity.wants_to:
         busy = True
     else:
-        # Fewer than before: one of them has ended, and does not count any more.
+        # Negative if one of the processes has ended and its time no longer counts.
         spent = activity.seconds - before.seconds
         busy = not 0 <= spent <= _IDLE * max(seconds, 1.0)
     if busy:
@@ -98,7 +97,7 @@ def _are_idle(known: _EarlyEnds, activity: _Activity | None, now: float) -> bool
 
 
 def _activity_of(processes: list[int]) -> _Activity | None:
-    """What the kernel says of ``processes``, see proc(5); nothing where it says nothing."""
+    """The activity of ``processes`` according to the kernel, see proc(5); None if unknown."""
     ticks, wants_to = 0, False
     try:
         for process in processes:

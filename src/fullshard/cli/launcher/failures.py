@@ -1,8 +1,8 @@
-"""What went wrong on the ranks, in the order in which it happened.
+"""Reporting the failures of ranks in the order in which they happened, the cause first.
 
-The elastic launcher dates failures to the second and lists only ranks that had ended when it
-looked; ranks that fail because another one did are often listed alone or first. The error files
-that ``rank.py`` writes carry nanoseconds, and all of an attempt's files are read.
+The elastic launcher records the time of failures in seconds, and only of ranks that had ended when
+it polled. So a rank that failed because another one had failed is often listed alone or first. The
+error files that ``rank.py`` writes have nanoseconds, and all files of an attempt are read.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 __all__ = ["Failure", "failures_of", "interruptions_in", "render"]
 
 _LAST = 2**63
-#: Lines that are short enough for a terminal, and the log for what is longer.
+#: The most lines that are printed to a terminal, and the name of the log for longer reports.
 _SHORT = 30
 _LOG = "failures.log"
-#: When a rank has failed, the launcher ends the others, and kills those that have not ended some
-#: seconds later: then a kill is a consequence. The launcher dates them by the second.
+#: When a rank has failed, the launcher stops the others, and some seconds later kills those that
+#: are still running: then a kill is a consequence. The launcher records times in seconds.
 _SECONDS_APART = 3
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's end: ``reason`` in a line, ``traceback`` if there was one, ``when`` in ns.
+    """The failure of one rank: ``reason`` in one line, ``traceback`` if any, ``when`` in ns.
 
-    ``short`` is the traceback as a terminal shows it, ``folder`` where its attempt keeps logs.
+    ``short`` is the traceback for a terminal, ``folder`` the log folder of the attempt.
+    A rank that ``stopped`` was asked to stop, and did so in order.
     """
 
     rank: int
@@ -41,10 +42,11 @@ class Failure:
     bad_input: bool = False
     short: str = ""
     folder: Path | None = None
+    stopped: bool = False
 
 
 def failures_of(processes: Mapping[int, ProcessFailure]) -> list[Failure]:
-    """All failures of an attempt, the cause first, from those that the launcher saw."""
+    """All failures of an attempt, the cause first, given those that the launcher has seen."""
     found: dict[int, Failure] = {}
     first = min((process.timestamp for process in processes.values()), default=0)
     for rank, process in processes.items():
@@ -56,24 +58,26 @@ def failures_of(processes: Mapping[int, ProcessFailure]) -> list[Failure]:
 
 
 def interruptions_in(run_directory: str | Path | None) -> list[Failure]:
-    """What ranks wrote before they were ended by a signal, oldest first."""
+    """The errors that ranks recorded before a signal stopped them, oldest first."""
     attempts = sorted(Path(run_directory).glob("attempt_*")) if run_directory else []
     found = _read_all(attempts[-1]) if attempts else []
-    return sorted(found, key=lambda failure: failure.when)
+    return sorted((f for f in found if not f.stopped), key=lambda failure: failure.when)
 
 
 def render(failures: list[Failure]) -> str:
-    """The first failure with its traceback, then one line for each of the others.
+    """The report of the first failure with its traceback, then one line for each other failure.
 
-    Where that is too long for a terminal, it is written to a log, and what remains of it begins and
-    ends with the line that says why. Bad input is one line in all: every rank has found out the
-    same.
+    If that is too long for a terminal, the full report goes to a log, and a short one, which begins
+    and ends with the cause, is returned. Bad input is a single line, the same for all ranks.
     """
     if not failures:
         return ""
     first, *others = failures
     if first.bad_input:
         return f"fullshard: {first.reason}"
+    if first.stopped:
+        name = signal.Signals(first.exit_status - 128).name
+        return f"Stopped by {name}, which a rank was sent; all ranks left in order."
     why = f"Rank {first.rank} failed first: {first.reason}"
     in_full = [why, *first.traceback.splitlines(), *_one_line_each(others)]
     in_short = [why, *first.short.splitlines(), *_one_line_each(others)]
@@ -102,7 +106,7 @@ def _one_line_per_reason(failures: list[Failure]) -> list[str]:
 
 
 def _write_log(failures: list[Failure]) -> Path | None:
-    """Write all that is known of ``failures`` into their attempt's folder, if that can be done."""
+    """Write a full report of ``failures`` to the attempt's log folder; None if that fails."""
     folder = next((failure.folder for failure in failures if failure.folder is not None), None)
     if folder is None:
         return None
@@ -110,7 +114,7 @@ def _write_log(failures: list[Failure]) -> Path | None:
     log = folder / _LOG
     try:
         log.write_text("\n".join(parts), encoding="utf-8")
-    except OSError:  # such as on a disk that is full, which may be what has failed
+    except OSError:  # for example because the disk is full, which may also be the failure
         return None
     return log
 
@@ -122,12 +126,12 @@ def _from_process(rank: int, process: ProcessFailure, late: bool) -> Failure:
     status = process.exitcode if process.exitcode > 0 else 128 - process.exitcode
     if process.exitcode < 0:
         if process.exitcode == -signal.SIGKILL and late:
-            reason = "did not end when it was told to, and was killed"
+            reason = "did not stop on SIGTERM, and was killed"
             return Failure(rank, reason, "", status, _LAST)
         reason = f"killed by {process.signal_name()}"
         if process.exitcode == -signal.SIGKILL:
             reason += " (often: the machine ran out of memory)"
-        # The launcher itself ends ranks with SIGTERM; any other signal came before all else.
+        # The launcher stops ranks with SIGTERM; any other signal came first, and is the cause.
         when = _LAST if process.exitcode == -signal.SIGTERM else 0
         return Failure(rank, reason, "", status, when)
     reason = f"ended with exit status {process.exitcode} and left no traceback"
@@ -152,6 +156,7 @@ def _read(file: Path) -> Failure | None:
             bool(info.get("bad_input")),
             info["short_callstack"],
             file.parent.parent,
+            bool(info.get("stopped")),
         )
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # absent, cut off by a kill, or written by a program's own handler
+        return None  # missing, truncated by a kill, or written by the program's own handler

@@ -1,11 +1,11 @@
-"""Where the stores that torch hosts listen: at the address that they were given, and nowhere else.
+"""Restricting the stores that torch hosts to the address that they were given.
 
-A ``TCPStore`` that hosts listens on every interface of the machine, whatever its address says, and
-asks nobody who they are: who can connect can read and write every key. It also takes a socket that
-listens already. So the name ``TCPStore`` is replaced in the modules of torch that make stores for
-others: in those of the launcher, and on each rank in the one behind ``init_process_group``.
+The server of a ``TCPStore`` listens on every interface of the machine, whatever its address is, and
+has no authentication: anyone who can connect can read and write every key. But it also accepts a
+socket that is listening already. So ``TCPStore`` is replaced in the modules of torch that create
+stores: those of the launcher, and on each rank the one behind ``init_process_group``.
 
-Made of the standard library alone, because ``rank.py`` loads it by its path before the program.
+Uses the standard library only, because ``rank.py`` loads this file by its path before the program.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ __all__ = [
 ]
 
 LOOPBACK = "127.0.0.1"
-#: The module behind ``init_process_group``, and the name under which it makes stores.
+#: The module behind ``init_process_group``, and the name with which it creates stores.
 _OF_PROGRAMS = "torch.distributed.rendezvous"
 _STORE = "TCPStore"
-#: Connections that may wait to be accepted: all ranks connect at about the same time.
+#: The backlog of connections: all ranks connect at about the same time.
 _BACKLOG = 2048
 
 
 def is_number(host: str) -> bool:
-    """Whether ``host`` is an address, not a name."""
+    """Return True if ``host`` is a numeric address, not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -47,15 +47,15 @@ def is_number(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` can only mean the machine on which it is said."""
+    """Return True if ``host`` always means the machine itself."""
     return host == "localhost" or (is_number(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def _at_given_address(make: Callable[..., Any]) -> Callable[..., Any]:
-    """``TCPStore``, except that a store which hosts listens at its address only.
+    """Wrap ``TCPStore`` so that its server listens at the given address only.
 
-    Not where the address is a name: machines may disagree about what it stands for, and many have
-    their own name stand for the loopback address, where the other machines could not connect.
+    Except if the address is a host name: machines may resolve it differently, and many resolve
+    their own name to the loopback address, to which other machines could not connect.
     """
 
     def make_store(
@@ -79,7 +79,7 @@ def _at_given_address(make: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def stores_listen_at_given_address(*modules: ModuleType) -> Iterator[None]:
-    """Inside the context, stores that ``modules`` host listen at their address only."""
+    """Inside the context, stores that ``modules`` create listen at their address only."""
     with contextlib.ExitStack() as undo:
         for module in modules:
             make = getattr(module, _STORE, None)
@@ -90,15 +90,15 @@ def stores_listen_at_given_address(*modules: ModuleType) -> Iterator[None]:
 
 
 def watch_for_torch() -> None:
-    """Have the stores of this process's program listen at their address only, if it makes any.
+    """Make the stores of this process's program listen at their address only.
 
-    Does not import torch, which takes seconds that a program may not need.
+    Does not import torch, which takes seconds and which the program may not need.
     """
     sys.meta_path.insert(0, _Watcher())
 
 
 class _Watcher(MetaPathFinder):
-    """Sees the module behind ``init_process_group`` being imported, and changes it when it is."""
+    """Changes the module behind ``init_process_group`` when the program imports it."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -121,16 +121,16 @@ class _Watcher(MetaPathFinder):
 
 
 def _listen(host: str, port: int) -> socket.socket | None:
-    """A socket that listens at ``host`` alone; none where it has to be torch that listens.
+    """A socket that listens at ``host`` only; None if torch has to listen itself.
 
-    Such as where a store of this process listens there already: torch shares it.
+    For example if a store of this process already listens there, which torch then shares.
     """
     with contextlib.suppress(OSError, ValueError):
         address = ipaddress.ip_address(socket.gethostbyname(host) if host == "localhost" else host)
         family = socket.AF_INET if address.version == 4 else socket.AF_INET6
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            # As torch does; also what lets it listen at a port that the launcher holds for it.
+            # As torch does. This also allows listening on a port that the launcher has reserved.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((str(address), port))
             listener.listen(_BACKLOG)

@@ -1,9 +1,9 @@
-"""Ranks of one machine meet without the network: nobody on another machine can reach them.
+"""The rendezvous of the ranks of one machine, which no other machine can reach.
 
-torch's launcher meets other launchers at a store. It listens for them on every interface and
-unpickles what it finds in the store, even where it is to meet nobody. The launcher of a single
-machine has nobody to meet: :class:`OneMachineRendezvous` is a store in its own memory. The ranks
-need one that all of them can reach; theirs listens on the loopback interface, see ``listening.py``.
+torch's launcher meets other launchers at a store. It listens on every interface and unpickles what
+it finds in the store, even if there are no other launchers. The launcher of a single machine needs
+no such store: :class:`OneMachineRendezvous` keeps its store in memory. The store of the ranks,
+which all of them have to reach, listens on the loopback interface only, see ``listening.py``.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from .listening import LOOPBACK, is_loopback, is_number
 
 __all__ = ["BACKEND", "loopback_variables", "stay_on_machine"]
 
-#: The name of the rendezvous, among those that torch's launcher knows.
+#: The name under which this rendezvous is registered with torch's launcher.
 BACKEND = "fullshard-one-machine"
 
 
 class OneMachineRendezvous(RendezvousHandler):
-    """The rendezvous of a launcher that meets no other, and chooses a port for its ranks.
+    """The rendezvous of a single launcher, which chooses a port for its ranks.
 
-    A port is kept from when it is chosen until the next attempt: rank 0 listens there only when it
-    has imported torch, and whoever asks the system for any port meanwhile could be given the same
-    one. A socket that is bound to it and does not listen prevents that, on Linux.
+    The port stays reserved until the next attempt: rank 0 listens there only after it has imported
+    torch, and until then the system could give the port to another process. On Linux, a socket that
+    is bound to the port but does not listen prevents that.
     """
 
     def __init__(self, run_id: str, address: str, port: int) -> None:
@@ -49,7 +49,7 @@ class OneMachineRendezvous(RendezvousHandler):
         self._held = contextlib.ExitStack()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Everything that an attempt needs, with nothing in it from the attempt before."""
+        """A fresh store and port for the next attempt."""
         place = RendezvousStoreInfo(self._address, self._port or self._choose_port())
         return RendezvousInfo(HashStore(), 0, 1, place)
 
@@ -66,31 +66,31 @@ class OneMachineRendezvous(RendezvousHandler):
         return BACKEND
 
     def is_closed(self) -> bool:
-        """Whether no attempt may follow: nobody else can say so."""
+        """Always False: no other launcher can close this rendezvous."""
         return False
 
     def set_closed(self) -> None:
-        """Tell the other launchers that no attempt follows: there are none."""
+        """Does nothing: there are no other launchers to tell."""
 
     def num_nodes_waiting(self) -> int:
-        """The machines that want to take part: none can."""
+        """Always 0: no other machine can join."""
         return 0
 
     def get_run_id(self) -> str:
-        """The run's name, which ranks find in ``TORCHELASTIC_RUN_ID``."""
+        """The run id, which ranks find in ``TORCHELASTIC_RUN_ID``."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Give the port back."""
+        """Release the port."""
         self._held.close()
         return True
 
 
 def stay_on_machine(arguments: Namespace) -> bool:
-    """Choose this rendezvous where torchrun's ``arguments`` are for one machine.
+    """Choose this rendezvous if torchrun's ``arguments`` are for one machine.
 
-    Returns whether all ranks are on this machine. They also are where several launchers meet at a
-    loopback address, as torch's own launchers; their ranks then meet at that address, too.
+    Returns True if all ranks are on this machine. That is also the case if several launchers meet
+    at a loopback address. These use torch's own rendezvous, and their ranks meet there, too.
     """
     if arguments.rdzv_backend not in ("static", "c10d"):
         return False
@@ -111,10 +111,11 @@ def stay_on_machine(arguments: Namespace) -> bool:
 
 
 def _place_of_ranks(arguments: Namespace) -> str:
-    """Where the ranks of one machine meet: at any port, unless the user chose one.
+    """The endpoint for the ranks of one machine: any free port, unless the user chose one.
 
-    The endpoint of ``c10d`` is where launchers meet, which these do not. A name, such as the
-    machine's own, may stand for an address that others can reach; a number was meant.
+    The endpoint of the ``c10d`` backend is for launchers, so it is not used here. A host name, such
+    as the machine's own, may stand for an address that others can reach, so only a numeric address
+    is used.
     """
     endpoint = arguments.rdzv_endpoint
     if arguments.rdzv_backend == "static" and not endpoint and arguments.master_port is not None:
@@ -128,10 +129,10 @@ def _place_of_ranks(arguments: Namespace) -> str:
 
 
 def loopback_variables() -> dict[str, str | None]:
-    """Variables that have ranks talk to each other over the loopback interface alone.
+    """Environment variables that restrict communication to the loopback interface.
 
-    Else gloo listens at the address that the machine's name stands for, and NCCL, which uses
-    sockets to set up what it then sends through shared memory and between GPUs, on any interface.
+    Otherwise gloo listens at the address of the machine's host name, and NCCL, which sets up its
+    shared-memory and GPU transports over sockets, on any interface.
     """
     names = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
@@ -139,9 +140,9 @@ def loopback_variables() -> dict[str, str | None]:
 
 
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    """The rendezvous as torch's launcher asks for it.
+    """Create the rendezvous for torch's launcher.
 
-    The endpoint is the address and the port of the ranks' store; port 0 stands for any.
+    The endpoint is the address and port of the ranks' store; port 0 means any free port.
     """
     address, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=0)
     return OneMachineRendezvous(parameters.run_id, parameters.local_addr or address, port)

@@ -1,9 +1,9 @@
-"""What runs first in each rank that ``launch.py`` starts: set-up, then the program as ``__main__``.
+"""The script that ``launch.py`` starts as each rank: set-up, then the program as ``__main__``.
 
 ``python rank.py [--call module:function]... -- (script | -m module) arguments...``
-An error that ends the program is written where the launcher looks for it, with its traceback.
-Started by its path and made of the standard library alone, so that a program that does not need
-torch does not wait for it.
+An error that ends the program is written, with its traceback, to the file that the launcher reads.
+Uses the standard library only and is started by its path, so that a program that does not need
+torch does not wait for its import.
 """
 
 from __future__ import annotations
@@ -31,16 +31,21 @@ from typing import Any
 
 __all__ = ["LAUNCHER", "RANKS_PRINT", "main"]
 
-#: Set where a rank prints its traceback itself as well: its output goes to a log of its own.
+#: Set if a rank prints its traceback itself as well, because its output goes to its own log.
 RANKS_PRINT = "FULLSHARD_RANKS_PRINT"
 
-#: Set to the launcher's process number, with which its ranks end, however it ends.
+#: Set to the process id of the launcher; ranks end when that process does.
 LAUNCHER = "FULLSHARD_LAUNCHER"
 _PR_SET_PDEATHSIG = 1
 
+#: Exit statuses of a program that leaves because a signal asked it to, see ``StopRequest``.
+STOPPED = tuple(
+    128 + signal.Signals[name] for name in ("SIGHUP", "SIGINT", "SIGTERM") if hasattr(signal, name)
+)
+
 
 def _sibling(name: str) -> Any:
-    """A module of this folder, without the package around it, which imports torch."""
+    """Load a module of this folder without importing its package, which imports torch."""
     file = Path(__file__).with_name(f"{name}.py")
     spec = importlib.util.spec_from_file_location(f"fullshard_{name}", file)
     assert spec is not None
@@ -52,13 +57,13 @@ def _sibling(name: str) -> Any:
 
 _listening, _tracebacks = _sibling("listening"), _sibling("tracebacks")
 
-#: Whether this rank has come to the program's own lines, behind what is imported and called first.
+#: True once the program itself has begun, after everything that is imported and called first.
 _program_has_begun = False
 _BEFORE_THE_PROGRAM = (__file__, runpy.__file__, "<frozen runpy>")
 
 
 def main(words: Sequence[str]) -> None:
-    """Call what is asked for, then run the program as Python itself would."""
+    """Call the functions given with ``--call``, then run the program as Python itself would."""
     if sys.stderr is not None:  # it may be closed
         faulthandler.enable(all_threads=True)
     end_with_launcher()
@@ -68,7 +73,8 @@ def main(words: Sequence[str]) -> None:
     boundary = list(words).index("--")
     calls = parser.parse_args(words[:boundary]).call
     command = words[boundary + 1 :]
-    # Python put this file's folder first; a program expects its own, a module the working folder.
+    # Python has put this file's folder first on the path. A script expects its own folder there,
+    # and a module the working directory.
     sys.path[0] = os.getcwd() if command[0] == "-m" else str(Path(command[0]).resolve().parent)
     try:
         for name in calls:
@@ -88,9 +94,9 @@ def main(words: Sequence[str]) -> None:
 
 
 def end_with_launcher() -> None:
-    """Have the kernel kill this rank when the launcher is gone, where the kernel can do that.
+    """Have the kernel kill this rank when the launcher ends, if the kernel supports that.
 
-    Ranks that nobody watches would train on, and save over what a resumed run saves.
+    Ranks without a launcher would go on training, and overwrite the checkpoints of a resumed run.
     """
     launcher = int(os.environ.pop(LAUNCHER, "0"))
     if not launcher or sys.platform != "linux" or os.getppid() not in (launcher, 1):
@@ -152,7 +158,7 @@ def _run_module(name: str) -> None:
 
 
 def _run_as_main(code: CodeType, **facts: Any) -> None:
-    """Run ``code`` in a ``__main__`` that stays: threads and exit handlers may outlive its end."""
+    """Run ``code`` in a ``__main__`` that stays alive for threads and exit handlers."""
     program = ModuleType("__main__")
     vars(program).update(facts, __builtins__=builtins)
     sys.modules["__main__"] = program
@@ -161,7 +167,7 @@ def _run_as_main(code: CodeType, **facts: Any) -> None:
 
 
 def record(error: BaseException) -> None:
-    """Write ``error`` to the file the launcher named, in its format, with our own facts added."""
+    """Write ``error`` to the launcher's error file, in its format, with fields of our own."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
@@ -173,7 +179,7 @@ def record(error: BaseException) -> None:
         reason = str(error)
     elif isinstance(error, KeyboardInterrupt):
         reason = _tracebacks.in_one_line(error)
-        if _program_has_begun:  # else a rank imports torch, for longer than some users wait
+        if _program_has_begun:  # before that a rank imports torch, which takes seconds
             full = short = _tracebacks.of_interrupt(error, _begin_of_program(error))
     else:
         start = _begin_of_program(error)
@@ -190,6 +196,7 @@ def record(error: BaseException) -> None:
                 "rank": int(os.environ.get("RANK", "0")),
                 "exit_status": _exit_status(error),
                 "bad_input": _is_bad_input(error),
+                "stopped": isinstance(error, SystemExit) and error.code in STOPPED,
             },
         }
     }
@@ -207,18 +214,18 @@ def _exit_status(error: BaseException) -> int:
 
 
 def _is_bad_input(error: BaseException) -> bool:
-    """Whether it is ``problems.BadInput``, which cannot be imported here without torch."""
+    """Return True for ``problems.BadInput``, which cannot be imported here without torch."""
     kind = type(error)
     return (kind.__module__, kind.__name__) == ("fullshard.cli.problems", "BadInput")
 
 
 def _begin_of_program(error: BaseException) -> TracebackType | None:
-    """The program's first call in the traceback of ``error``, behind our own and Python's."""
+    """The program's first call in the traceback of ``error``, after our own and Python's."""
     start = error.__traceback__
     while start is not None and _is_ours(start) and start.tb_next is not None:
         start = start.tb_next
     if start is not None and _is_ours(start) and isinstance(error, SyntaxError):
-        return None  # the program's own: not a line of it has run
+        return None  # a syntax error in the program: none of its lines has run
     return start
 
 

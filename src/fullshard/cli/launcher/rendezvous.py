@@ -1,16 +1,16 @@
-"""Meeting the launchers of other machines, at a store that strangers may be able to reach.
+"""The rendezvous with launchers on other machines, at a store that strangers may be able to reach.
 
-torch's launcher hosts the store, or connects to it, and has the ranks host one of their own. It is
-changed in three places, for as long as it runs; where a version of torch does not have one of them,
-ranks run all the same.
+torch's launcher hosts the store or connects to it, and has the ranks host a store of their own.
+While it runs, three of its functions are replaced. If a version of torch lacks one of them, ranks
+run all the same.
 
-- Stores listen at the address that they were given, see ``listening.py``.
-- The launcher reads the state of the rendezvous from the store and unpickles it, which can run any
-  code. Here a pickle is read only if it is made of what such a state consists of.
-- The launcher looks for a port that is free and tells the ranks; the first of them listens there
-  seconds later, when it has imported torch. Whoever asks the system for any port meanwhile, such as
-  a rank of another run, may be given the same one. A socket that is bound to it and does not listen
-  keeps it from being given away, and lets those listen who ask for it by its number.
+- Stores listen only at the address that they were given, see ``listening.py``.
+- The launcher unpickles the state of the rendezvous from the store, which can run any code. Here
+  only the types that such a state consists of are unpickled.
+- The launcher chooses a free port and tells the ranks, but rank 0 listens there only seconds later,
+  after it has imported torch. Until then the system could give the same port to another process,
+  such as a rank of another run. A socket that is bound to the port but does not listen prevents
+  that, while a process that asks for the port by number can still listen there.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .listening import stores_listen_at_given_address
 
 __all__ = ["guarded_rendezvous"]
 
-#: What the launcher calls for a port; it has no way to be given one for each attempt.
+#: The function with which the launcher chooses a port for each attempt.
 _FREE_PORT = "get_free_port"
 #: The module with which the launcher reads the state of the rendezvous.
 _PICKLE = "pickle"
-#: What a state consists of, beside numbers, strings and containers.
+#: The types in a rendezvous state, besides numbers, strings and containers.
 _IN_STATES = {
     (dynamic_rendezvous.__name__, "_RendezvousState"),
     (dynamic_rendezvous.__name__, "_NodeDesc"),
@@ -51,7 +51,7 @@ _IN_STATES = {
 
 @contextlib.contextmanager
 def guarded_rendezvous() -> Iterator[None]:
-    """Inside the context, torch's launcher is changed as the head of this file says."""
+    """Inside the context, replace functions of torch's launcher as this module's docstring says."""
     with (
         stores_listen_at_given_address(c10d_rendezvous_backend, static_tcp_rendezvous),
         _only_states_unpickled(),
@@ -64,8 +64,8 @@ class _StateUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _IN_STATES:
             raise pickle.UnpicklingError(
-                f"the store at which launchers meet holds a pickle with {module}.{name} in it, "
-                "which no launcher puts there; it was not loaded. Who else can reach the store?"
+                f"the rendezvous store holds a pickle with {module}.{name} in it, which no "
+                "launcher writes; it was not loaded. Check who else can reach the store"
             )
         return super().find_class(module, name)
 
@@ -90,7 +90,7 @@ def _only_states_unpickled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ports_held() -> Iterator[None]:
-    """Hold the ports that the launcher chooses. Only on Linux: they cannot be held elsewhere."""
+    """Reserve the ports that the launcher chooses. Works on Linux only."""
     choose = vars(api).get(_FREE_PORT)
     if sys.platform != "linux" or not callable(choose):
         yield

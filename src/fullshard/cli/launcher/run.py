@@ -1,4 +1,4 @@
-"""``fullshard run``: a program written for torch's wrapper, on ranks that have ours instead."""
+"""``fullshard run``: runs a program written for torch's wrapper with fullshard's instead."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INSTALL = "fullshard.compat:install"
 
 @dataclass(frozen=True)
 class Invocation:
-    """A command line of ``fullshard run``, taken apart."""
+    """A parsed command line of ``fullshard run``."""
 
     ranks: int | None
     launcher_options: tuple[str, ...]
@@ -30,7 +30,7 @@ class Invocation:
 
 
 def run_program(arguments: Sequence[str]) -> int:
-    """Run what a command line after ``fullshard run`` asks for; returns the exit status."""
+    """Run the program in the arguments of ``fullshard run``; returns the exit status."""
     invocation = read_invocation(arguments)
     _check_program(invocation.command)
     return launch(
@@ -39,10 +39,9 @@ def run_program(arguments: Sequence[str]) -> int:
 
 
 def read_invocation(arguments: Sequence[str]) -> Invocation:
-    """Tell our options, torchrun's and the program's own apart.
+    """Separate our options, torchrun's options and the program's own arguments.
 
-    torchrun's parser decides where the program begins, so that its options mean what they mean
-    there.
+    torchrun's parser decides where the program begins, so that its options keep their meaning.
 
     >>> read_invocation(["--ranks", "4", "--max-restarts", "1", "train.py", "--ranks", "7"])
     Invocation(ranks=4, launcher_options=('--max-restarts', '1'), \
@@ -56,8 +55,8 @@ command=('train.py', '--ranks', '7'))
     parsed = torchrun.parse_args(list(arguments))
     if parsed.no_python or parsed.run_path:
         raise BadInput(
-            "--no-python and --run-path are not taken, because fullshard has to be installed in "
-            "the program's own Python process; give a script or -m and a module"
+            "--no-python and --run-path are not supported, because fullshard has to be installed "
+            "in the program's own Python process; pass a script, or -m and a module"
         )
     if parsed.ranks is not None and parsed.ranks < 1:
         raise BadInput(f"--ranks expects 1 or more, but got {parsed.ranks}")
@@ -65,11 +64,11 @@ command=('train.py', '--ranks', '7'))
         str(parsed.ranks) != parsed.nproc_per_node
     ):
         raise BadInput(
-            f"--ranks {parsed.ranks} and --nproc-per-node {parsed.nproc_per_node} both say how "
-            "many ranks this machine has, and not the same; give one of them"
+            f"--ranks {parsed.ranks} and --nproc-per-node {parsed.nproc_per_node} both set the "
+            "number of ranks on this machine, but differ; pass only one of them"
         )
     begin = _begin_of_program(torchrun, arguments)
-    # Takes abbreviations, as torchrun's does, which has refused those that could be another option.
+    # Accepts abbreviations, as torchrun's parser does, which has rejected ambiguous ones already.
     ours = argparse.ArgumentParser(add_help=False)
     ours.error = _refuse  # type: ignore[method-assign]
     ours.add_argument("--ranks", type=int)
@@ -84,12 +83,12 @@ command=('train.py', '--ranks', '7'))
 
 
 def _check_program(command: Sequence[str]) -> None:
-    """Refuse what no rank could run."""
+    """Raise ``BadInput`` if the program does not exist."""
     script, *others = command
     if script == "-m":
         if not others or not others[0]:
             raise BadInput(
-                "-m expects the name of a module behind it, such as package.train, but got "
+                "-m expects the name of a module after it, such as package.train, but got "
                 + (repr(others[0]) if others else "none")
             )
     elif not script or not Path(script).exists():
@@ -102,10 +101,10 @@ def _check_program(command: Sequence[str]) -> None:
 
 
 def _begin_of_program(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
-    """Where the program stands: with it, and not before it, the command line is one.
+    """The position of the program: the shortest prefix with it parses as a command line.
 
-    The arguments that ``parser`` finds for the program do not tell: argparse drops a ``--`` that is
-    the first of them.
+    The program's arguments that ``parser`` returns do not help, because argparse drops a leading
+    ``--`` from them.
     """
     for end in range(1, len(arguments)):
         with contextlib.suppress(BadInput):

@@ -1,6 +1,6 @@
-"""An error in one line, in short for a terminal, and in full for a log.
+"""Formatting an error in one line, in short for a terminal, and in full for a log.
 
-Made of the standard library alone, because ``rank.py`` loads it by its path before the program.
+Uses the standard library only, because ``rank.py`` loads this file by its path before the program.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from types import TracebackType
 
 __all__ = ["in_full", "in_one_line", "in_short", "of_interrupt"]
 
-#: A traceback of no more lines than this is short enough for a terminal.
+#: The most lines of a traceback that a terminal shows in full.
 _SHORT = 24
-#: Of a longer one, the calls that are shown from where the program began, and to where it failed.
+#: Of a longer one, the number of first and last calls that are shown.
 _FIRST_CALLS, _LAST_CALLS = 2, 4
-#: What errors of torch's C++ code have behind their message. Nobody looks for their cause there.
+#: The C++ stack trace that torch appends to some messages, which is of no use to users.
 _CPP_FRAMES = re.compile(
     r"^(Exception raised from .*\(most recent call first\):|frame #\d+:.*|<omitting .*>)$"
 )
@@ -31,14 +31,14 @@ def in_one_line(error: BaseException) -> str:
 
 
 def in_full(error: BaseException, start: TracebackType | None) -> str:
-    """As Python prints an error that ends a program whose first call is at ``start``."""
+    """The traceback as Python prints it, for a program whose first call is at ``start``."""
     return "".join(traceback.format_exception(type(error), error, start))
 
 
 def in_short(error: BaseException, start: TracebackType | None) -> str:
-    """As in full where that is short; else without most calls, and a line for each cause.
+    """The full traceback if it is short; else the first and last calls, and a line per cause.
 
-    Never with the frames of torch's C++ code.
+    Stack traces of torch's C++ code are always left out.
     """
     full = _without_cpp_frames(in_full(error, start))
     if len(full.splitlines()) <= _SHORT:
@@ -47,25 +47,25 @@ def in_short(error: BaseException, start: TracebackType | None) -> str:
     calls = len(told.stack)
     left_out = calls - _FIRST_CALLS - _LAST_CALLS
     if left_out > 1:
-        streams = ["Traceback (most recent call last):\n"]
-        streams += traceback.StackSummary.from_list(told.stack[:_FIRST_CALLS]).format()
-        streams += [f"  ... {left_out} more calls ...\n"]
-        streams += traceback.StackSummary.from_list(told.stack[-_LAST_CALLS:]).format()
-        streams += told.format_exception_only()
+        lines = ["Traceback (most recent call last):\n"]
+        lines += traceback.StackSummary.from_list(told.stack[:_FIRST_CALLS]).format()
+        lines += [f"  ... {left_out} more calls ...\n"]
+        lines += traceback.StackSummary.from_list(told.stack[-_LAST_CALLS:]).format()
+        lines += told.format_exception_only()
     else:
-        streams = list(told.format(chain=False))
-    streams += [f"Caused by {_type_and_message(cause)}\n" for cause in _causes(error)]
-    return _without_cpp_frames("".join(streams))
+        lines = list(told.format(chain=False))
+    lines += [f"Caused by {_type_and_message(cause)}\n" for cause in _causes(error)]
+    return _without_cpp_frames("".join(lines))
 
 
 def of_interrupt(error: KeyboardInterrupt, start: TracebackType | None) -> str:
-    """Where the program was when it was interrupted; of an import, only who imports what."""
+    """The traceback of an interrupted program; inside an import, only up to the import."""
     calls = traceback.extract_tb(start)
-    # The first of them is the program itself.
+    # The first module is the program itself.
     imports = [place for place, call in enumerate(calls) if place and call.name == "<module>"]
     shown = calls[: imports[0]] if imports else calls
-    streams = ["Traceback (most recent call last):\n", *traceback.format_list(shown)]
-    return "".join([*streams, *traceback.format_exception_only(error)])
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(shown)]
+    return "".join([*lines, *traceback.format_exception_only(error)])
 
 
 def _type_and_message(error: BaseException) -> str:
@@ -79,7 +79,7 @@ def _first_line(text: str) -> str:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """What led to ``error``, from the last to the first, as Python would show it."""
+    """The causes of ``error``, from the last to the first, in Python's own order."""
     found: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in found:

@@ -1,1 +1,1 @@
-"""``fullshard plan``: the memory that training would take, without allocating it."""
+"""``fullshard plan``: predicts the memory that training takes, without allocating it."""

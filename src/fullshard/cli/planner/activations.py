@@ -1,8 +1,8 @@
-"""What the bare model's own tensors take during a step, found by running it without memory.
+"""The memory of an unwrapped model's tensors during a step, found by running it on the meta device.
 
-The model is on the meta device: operations compute shapes only. Every storage that an operation
-returns is counted from then until nobody holds it, so saved tensors, temporary ones, gradients and
-what activation checkpointing computes again are counted as they come and go.
+There, operations compute shapes only. Every storage that an operation returns is counted until it
+is released, so the count includes saved tensors, temporaries, gradients, and the activations that
+activation checkpointing recomputes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from torch.utils._pytree import tree_leaves
 from fullshard.engine.runtime.pytrees import list_tensors
 
 from .memory import Event, Moment
-from .scratch import scratch_bytes
 from .usual_values import UsualValues
 
-__all__ = ["record_step"]
+__all__ = ["record_step", "scratch_bytes"]
 
 
 def record_step(
@@ -32,10 +31,10 @@ def record_step(
     loss: Callable[[], torch.Tensor],
     device: torch.device,
 ) -> list[Moment]:
-    """Run ``loss`` and its backward; return what happens to the units, with memory beside it.
+    """Run ``loss`` and its backward; return the events of all units, with the memory at each.
 
-    ``model`` is on the meta device, in the dtype it will compute in; ``unit_paths`` are the modules
-    that will become units, the root ("") among them. ``device`` is where it will compute.
+    ``model`` is on the meta device, in compute precision; ``unit_paths`` are the modules that will
+    become units, including the root (""). ``device`` is the device that training will use.
     """
     recorder = _Recorder([p.untyped_storage() for p in model.parameters()], device)
     handles = _watch_units(model, unit_paths, recorder)
@@ -53,12 +52,12 @@ def record_step(
 
 
 class _Recorder(TorchDispatchMode):
-    """Counts bytes that are alive, and remembers them at every mark and their peak between."""
+    """Counts the bytes of live storages, and records them at every event, with peaks between."""
 
     def __init__(self, parameters: Sequence[torch.UntypedStorage], device: torch.device) -> None:
         super().__init__()
         self._has_scratch = device.type == "cuda"
-        # Parameters are the engine's to count; held here, so that no other takes their address.
+        # Parameters are counted elsewhere. Held here, so that no other storage gets their address.
         self._parameters = list(parameters)
         self._sizes = {storage._cdata: 0 for storage in parameters}
         self._gradients: set[int] = set()
@@ -94,7 +93,7 @@ class _Recorder(TorchDispatchMode):
             self.tensors -= size
 
     def count_as_gradient(self, gradient: torch.Tensor) -> None:
-        """From now on ``gradient`` is no activation but a parameter's gradient."""
+        """Count ``gradient`` as a parameter's gradient from now on, not as an activation."""
         key = gradient.untyped_storage()._cdata
         if key in self._sizes and key not in self._gradients:
             self._gradients.add(key)
@@ -106,7 +105,7 @@ class _Recorder(TorchDispatchMode):
         self._peaks.append((self.tensors, self.gradients))
 
     def restart_peak(self) -> None:
-        """What was freed at the last mark is gone until the next."""
+        """Restart the current peak, because memory was freed at the last event."""
         self._peaks[-1] = (self.tensors, self.gradients)
 
     def moments(self) -> list[Moment]:
@@ -114,10 +113,10 @@ class _Recorder(TorchDispatchMode):
 
 
 def _watch_units(model: nn.Module, paths: Sequence[str], recorder: _Recorder) -> list[Any]:
-    """Have the recorder told of every event; returns what ends that."""
+    """Register hooks that record the units' events; returns their handles."""
     modules = {path: model.get_submodule(path) for path in paths}
     path_of_parameter: dict[nn.Parameter, str] = {}
-    # Longer paths lie deeper: a parameter is its innermost unit's.
+    # Inner units have longer paths and come last, so a parameter ends up in its innermost unit.
     for path in sorted(paths, key=len):
         for parameter in modules[path].parameters():
             path_of_parameter[parameter] = path
@@ -166,7 +165,7 @@ def _watch_gradients(path: str, own: Sequence[nn.Parameter], recorder: _Recorder
 
 
 def _backward(value: torch.Tensor) -> None:
-    """``value.backward()``, which itself would leave the modes before it begins."""
+    """Run ``value.backward()`` inside the active modes, which that method itself would leave."""
     torch.autograd.graph._engine_run_backward(
         (value,),
         (torch.ones_like(value),),
@@ -183,7 +182,7 @@ def _in_backward() -> bool:
 
 
 class _AttentionOf(TorchFunctionMode):
-    """Attention by the kernel that ``device`` uses; the meta device's own keeps all scores."""
+    """Uses the attention kernel of ``device``; that of the meta device keeps all scores."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -209,7 +208,7 @@ def _attention(
     **options: Any,
 ) -> torch.Tensor:
     operations = torch.ops.aten
-    # What has no kernel of its own is computed operation by operation, on devices too.
+    # Without a fused kernel, attention is computed operation by operation, also on devices.
     fits_kernels = query.dim() == 4 and query.shape[-3] == key.shape[-3]
     if attn_mask is not None or dropout_p or not fits_kernels:
         return nn.functional.scaled_dot_product_attention(
@@ -224,3 +223,40 @@ def _attention(
             query, key, value, None, True, 0.0, is_causal
         )[0]
     return operations._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[0]
+
+
+# -- scratch memory -------------------------------------------------------------------------------
+#
+# The memory that an operation takes on a GPU while it runs, in addition to its result. Only
+# operations whose scratch is as large as their inputs are listed; they were found by watching
+# torch's allocator around every operation of a training step on an H200.
+
+_SUM = torch.ops.aten.sum.dim_IntList
+#: Constants of torch's kernel for column sums: columns and rows per block, the fewest rows that a
+#: thread adds up, the most before several blocks share a column, and the number of blocks that a
+#: GPU with 132 multiprocessors runs at a time.
+_COLUMNS, _ROWS, _LEAST, _MOST, _BLOCKS = 128, 4, 16, 256, 2112
+_FLOAT = 4
+
+
+def scratch_bytes(function: Any, arguments: Sequence[Any]) -> int:
+    """The bytes of scratch memory that a call of ``function`` takes on a GPU while it runs."""
+    if function is _SUM:
+        given, dimensions = arguments[:2]
+        return _of_column_sums(*given.shape) if given.dim() == 2 and dimensions == [0] else 0
+    if function.__name__.startswith("_scaled_dot_product_") and "_backward" in function.__name__:
+        # The query's gradient in float32, and one number for each of its rows.
+        query = arguments[1]
+        return _FLOAT * (query.numel() + query.numel() // query.shape[-1])
+    return 0
+
+
+def _of_column_sums(rows: int, columns: int) -> int:
+    """The scratch of a sum over rows, such as a bias gradient, if several blocks share a column."""
+    each = -(-rows // _ROWS)
+    beside = -(-columns // _COLUMNS)
+    if each < _MOST or beside > _BLOCKS:
+        return 0
+    blocks = max(min(-(-_BLOCKS // beside), -(-each // _LEAST)), -(-each // _MOST))
+    # Every block writes one value for each of its columns, for each of the matrix's columns.
+    return _FLOAT * columns * _COLUMNS * blocks if blocks > 1 else 0

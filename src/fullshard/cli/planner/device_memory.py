@@ -1,4 +1,4 @@
-"""How much memory a device has: by its name, or as a size with a unit."""
+"""The memory of a device, by its name or as a size with a unit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["DEVICES", "bytes_of_device"]
 
 _GIB = 1024**3
 
-#: What devices have, as their makers say.
+#: The memory of devices, as specified by their makers.
 DEVICES = {
     "a10": 24 * _GIB,
     "a100-40g": 40 * _GIB,
@@ -31,7 +31,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|(b))", re.ASCII | re.IG
 
 
 def bytes_of_device(text: str) -> int:
-    """A device by its name, or a size such as 80GiB. A number without a unit is refused.
+    """The memory of a device given by its name, or as a size with a unit, such as 80GiB.
 
     >>> bytes_of_device("24 GiB") == bytes_of_device("l4")
     True
@@ -54,5 +54,5 @@ def bytes_of_device(text: str) -> int:
     power = " kmgt".index((unit or " ").lower())
     size = int(Decimal(number) * (1024 if binary else 1000) ** power)
     if not size:
-        raise BadInput(f"device-memory expects more than nothing, but got {text!r}")
+        raise BadInput(f"device-memory expects more than 0 bytes, but got {text!r}")
     return size

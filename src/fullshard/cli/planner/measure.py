@@ -1,7 +1,7 @@
-"""How much memory a step really took, by what the allocator says, and not by who asked for it.
+"""Measuring the peak memory of a step with the allocator's own counters.
 
-An accelerator's allocator keeps the peak. The host's does not: glibc is asked before and after
-every operation of one step. Where there is no glibc, nothing is measured.
+The allocator of an accelerator records its peak. That of the host does not, so glibc's counters are
+read before and after every operation of the step. Without glibc, nothing is measured.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ __all__ = ["Measured", "bytes_of", "watch_step"]
 
 
 class Measured:
-    """The most bytes that tensors took at once; None unless they could be measured."""
+    """The peak of a step in bytes; None if it could not be measured."""
 
     peak: int | None = None
 
 
 @contextlib.contextmanager
 def watch_step(device: torch.device, resting: Iterable[torch.Tensor]) -> Iterator[Measured]:
-    """Measure the step inside the context, on top of the ``resting`` tensors that are there before.
+    """Measure the peak memory of the step inside the context, plus that of ``resting`` tensors.
 
-    Much else is in use, such as what libraries keep after their first call (a GPU's for matrix
-    products: tens of MiB): the peak is what the step adds to it, and the tensors that rest on the
-    device. Not to be used for the first step.
+    Other memory is in use as well, such as tens of MiB that a GPU's library for matrix products
+    keeps after its first call. So the result is the increase during the step, plus the size of the
+    ``resting`` tensors that were on the device before. Do not use it for the first step.
     """
     measured = Measured()
     at_rest = bytes_of(tensor for tensor in resting if tensor.device.type == device.type)
@@ -49,13 +49,13 @@ def watch_step(device: torch.device, resting: Iterable[torch.Tensor]) -> Iterato
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the memory behind ``tensors``, that of one storage counted once."""
+    """The bytes of the storages behind ``tensors``, each counted once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class _Mallinfo(ctypes.Structure):
-    """glibc's ``struct mallinfo2``: of interest are bytes in use, in arenas and in mappings."""
+    """glibc's ``struct mallinfo2``, with the bytes in use in arenas and in mappings."""
 
     _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
     _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
@@ -67,7 +67,7 @@ if _mallinfo is not None:
 
 
 def _bytes_in_use() -> int:
-    """Bytes that are allocated on the host now; 0 if nobody can tell."""
+    """The bytes that are allocated on the host now; 0 if unknown."""
     if _mallinfo is None:
         return 0
     found = _mallinfo()
@@ -75,7 +75,7 @@ def _bytes_in_use() -> int:
 
 
 class _Sampling(TorchDispatchMode):
-    """Looks at the memory in use before and after every operation."""
+    """Reads the memory in use before and after every operation."""
 
     peak = 0
 

@@ -1,7 +1,7 @@
-"""How much memory a step takes on a rank: pure arithmetic over sizes and a list of moments.
+"""The peak memory of a step on a rank: pure arithmetic over sizes and a list of moments.
 
-``activations.py`` finds the moments, by running the bare model without memory. What is unsharded,
-resharded and reduced at each of them, the engine's own policy says.
+``activations.py`` records the moments by running the unwrapped model on the meta device. The
+engine's own policy decides which units are unsharded, resharded and reduced at each of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Event", "Facts", "Moment", "Parts", "Prediction", "UnitSizes", "pred
 
 
 class Event(Enum):
-    """What happens to a unit, and so to memory."""
+    """An event of a unit that changes the memory in use."""
 
     FORWARD = auto()
     FORWARD_END = auto()
@@ -29,10 +29,10 @@ class Event(Enum):
 
 @dataclass(frozen=True)
 class Moment:
-    """An event of a unit, with the memory that the bare model takes then and until the next one.
+    """An event of a unit, with the memory of the unwrapped model then and until the next one.
 
-    ``tensors`` are activations and whatever else operations returned; ``gradients`` are whole
-    parameter gradients that wait until their unit has all of them. All in bytes.
+    ``tensors`` are activations and all other results of operations; ``gradients`` are unreduced
+    gradients of parameters, kept until their unit has all of them. All in bytes.
     """
 
     event: Event
@@ -45,10 +45,11 @@ class Moment:
 
 @dataclass(frozen=True)
 class UnitSizes:
-    """One unit's bytes on a rank.
+    """The memory of one unit on a rank, in bytes.
 
-    ``shard`` and ``gradient_shard`` stay; ``full`` is there while gathered, ``reduce_buffer`` from
-    the last gradient until they are reduced, and ``reduced`` is what the reduce writes.
+    ``shard`` and ``gradient_shard`` are persistent. ``full`` is in use while the unit is unsharded,
+    ``reduce_buffer`` from the last gradient until the reduce-scatter is done. ``reduced`` is the
+    output of the reduce-scatter.
     """
 
     path: str
@@ -61,31 +62,31 @@ class UnitSizes:
 
 @dataclass(frozen=True)
 class Facts:
-    """What else decides: the units' options, their device, and how the ranks talk."""
+    """Everything else that the prediction depends on: unit options, device and communication."""
 
     options: UnitOptions
     policy: Policy
     ranks: int
-    #: Bytes of optimizer state per byte of gradient shards; AdamW keeps two numbers.
+    #: Bytes of optimizer state per byte of gradient shards; AdamW keeps two values per element.
     optimizer_factor: float = 2.0
-    #: Whether shards, their gradients and the optimizer's state are in the host's memory.
+    #: True if shards, gradient shards and optimizer state are in host memory.
     offloaded: bool = False
-    #: Whether gradients of an earlier backward are there while the next one runs.
+    #: True if gradients of an earlier backward are kept while the next one runs.
     accumulates: bool = False
-    #: Over gloo a reduce receives into memory as large as what it sends; two ranks, half of it.
+    #: Receive buffer of a reduce-scatter over gloo, relative to what it sends; half with two ranks.
     received_part: float = 1.0
 
     @functools.cached_property
     def plan(self) -> UnitPlan:
-        """What the engine decides for units with these options."""
+        """The engine's decisions for units with these options."""
         return self.policy.plan(self.options)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Bytes that a device has to have on a rank, by what they are for.
+    """The device memory of a rank in bytes, by purpose.
 
-    ``whole_gradients`` are those that are not reduced yet, with the buffers that reduce them.
+    ``whole_gradients`` are unreduced gradients, with the buffers of their reduce-scatter.
     """
 
     shards: int
@@ -97,15 +98,15 @@ class Parts:
 
     @property
     def total(self) -> int:
-        """All parts together."""
+        """The sum of all parts."""
         return sum(dataclasses.astuple(self))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The parts at the moment when their sum is largest, what each is at most, and when it is.
+    """The parts at the peak, the maximum of each part during the step, and the time of the peak.
 
-    ``host`` is what rests in the host's memory beside the device's.
+    ``host`` is the persistent memory on the host, in bytes.
     """
 
     peak: Parts
@@ -115,12 +116,12 @@ class Prediction:
 
     @property
     def total(self) -> int:
-        """What the device has to have."""
+        """The device memory at the peak."""
         return self.peak.total
 
 
 def predict(units: Sequence[UnitSizes], moments: Sequence[Moment], facts: Facts) -> Prediction:
-    """Follow one step and return its largest moment."""
+    """Simulate one step and return its peak."""
     forwards = sum(moment.event is Event.FORWARD for moment in moments)
     walk = _Walk({unit.path: unit for unit in units}, facts, forwards)
     for moment in moments:
@@ -133,21 +134,22 @@ def predict(units: Sequence[UnitSizes], moments: Sequence[Moment], facts: Facts)
 
 @dataclass
 class _Walk:
-    """Where the engine is in its step."""
+    """The state of the simulated engine during a step."""
 
     units: dict[str, UnitSizes]
     facts: Facts
-    #: Forwards of units that have not begun yet.
+    #: The number of unit forwards that have not begun yet.
     forwards_to_come: int
     seen: list[tuple[Parts, str]] = field(default_factory=list)
-    #: Units with full parameters, by path.
+    #: Paths of the units that are unsharded.
     gathered: dict[str, None] = field(default_factory=dict)
-    #: Units in the order in which their forward ended, which backward follows in reverse.
+    #: Units in the order in which their forward ended; backward runs in reverse order.
     passed: list[str] = field(default_factory=list)
     #: The unit whose forward began last.
     begun: str | None = None
+    #: The unit whose reshard after forward is due, if the device reshards late.
     owed: str | None = None
-    #: The unit whose gradients are staged, and the one whose are being reduced.
+    #: The unit whose gradients wait for their reduce-scatter, and the one whose is running.
     pending: UnitSizes | None = None
     in_flight: UnitSizes | None = None
     gradients: int = 0
@@ -155,7 +157,7 @@ class _Walk:
     def __post_init__(self) -> None:
         shards = sum(unit.shard for unit in self.units.values())
         trained = sum(unit.gradient_shard for unit in self.units.values())
-        #: Shards, their gradients when all are there, and the optimizer's state.
+        #: Bytes of shards, of gradient shards once all exist, and of optimizer state.
         self.resting = (shards, trained, int(trained * self.facts.optimizer_factor))
         if self.facts.accumulates:
             self.gradients = trained
@@ -168,12 +170,12 @@ class _Walk:
             self._apply(moment, unit)
         self._consider_all(moment)
         if moment.event is Event.END and self.in_flight is not None:
-            # What was reduced behind compute has none left to run behind.
+            # The last reduce-scatter that overlapped with compute ends with backward.
             self._carry_out_reduce(moment)
             self._consider_all(moment)
 
     def _consider_all(self, moment: Moment) -> None:
-        """Count what is there at a moment, with the gradients that are on their way."""
+        """Record the memory at a moment, including gradients that are being reduced."""
         waiting = self.pending.reduce_buffer if self.pending else 0
         waiting += self._reduce_memory(self.in_flight) if self.in_flight else 0
         self._consider(moment.peak_tensors, moment.peak_gradients + waiting, moment)
@@ -189,7 +191,7 @@ class _Walk:
             decision = self.facts.plan.after_forward(
                 is_outermost=is_root,
                 forwards_left=self.forwards_to_come + 1 if self.begun == unit.path else None,
-                # Whole shards that are computed with as they are take nothing.
+                # Under NO_SHARD a unit may compute with its shard itself.
                 holds_copy=not self.facts.options.is_sharded,
             )
             if decision is AfterForward.RESHARD:
@@ -203,7 +205,7 @@ class _Walk:
                 self.gathered[self.passed[before]] = None
         elif moment.event is Event.GRADIENTS:
             self.gathered.pop(unit.path, None)
-            # Copied into the reduce buffer while autograd still holds them.
+            # The gradients are copied into the reduce buffer while autograd still holds them.
             self._consider(moment.tensors, moment.gradients + unit.reduce_buffer, moment)
             self.pending = unit
 
@@ -240,7 +242,7 @@ class _Walk:
             self.gradients += unit.gradient_shard
 
     def _reduce_memory(self, unit: UnitSizes) -> int:
-        """What a reduce takes: what it sends, what it receives, and what it writes."""
+        """The memory of a reduce-scatter: send buffer, receive buffer and output."""
         if not self.facts.options.is_sharded:
             return unit.reduce_buffer
         received = int(unit.reduce_buffer * self.facts.received_part)

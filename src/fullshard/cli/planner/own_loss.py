@@ -1,7 +1,7 @@
-"""The loss of a user's model on tokens, whatever its forward takes and returns.
+"""The loss of a user's language model on tokens.
 
-Language models return logits or a loss, or an object, a dictionary or a tuple that holds them, as
-those of transformers do. What cannot be understood is refused with what was found.
+Such models return logits or a loss, or an object, a dictionary or a tuple that contains one of
+them, as those of transformers do. Any other output raises an error that describes it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _ADVICE = "return the model and loss(model, sequences, length)"
 
 
 class NotUnderstood(Exception):
-    """A model's output in which there is no loss. The message says what was found."""
+    """A model's output contains neither a loss nor logits. The message describes the output."""
 
 
 def prepare_for_training(model: nn.Module) -> None:
-    """Switch off the key-value cache of a transformers model.
+    """Turn off the key-value cache of a transformers model.
 
-    It is for generating text. Programs that train switch it off, and with activation checkpointing
-    they have to: the second forward would append to it again.
+    The cache is for generating text. Training programs turn it off, and with activation
+    checkpointing they have to: the recomputed forward would append to it a second time.
     """
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -36,11 +36,11 @@ def prepare_for_training(model: nn.Module) -> None:
 
 
 def loss_on_tokens(model: nn.Module, sequences: int, length: int) -> torch.Tensor:
-    """The loss of ``model`` on tokens that have no values."""
+    """The loss of ``model`` on meta tokens, which have no values."""
     tokens = torch.empty(sequences, length, dtype=torch.long, device="meta")
     parameters = inspect.signature(model.forward).parameters
     if "targets" in parameters:
-        # In the style of nanoGPT: without targets, only the last position's logits are computed.
+        # As in nanoGPT, which without targets computes the logits of the last position only.
         return _loss_of(model(tokens, targets=torch.empty_like(tokens)), has_targets=True)
     if "decoder_input_ids" in parameters:
         return _loss_of(model(tokens, decoder_input_ids=torch.empty_like(tokens)))
@@ -48,12 +48,12 @@ def loss_on_tokens(model: nn.Module, sequences: int, length: int) -> torch.Tenso
 
 
 def _loss_of(output: Any, has_targets: bool = False) -> torch.Tensor:
-    """The loss in what a model returned, or that of the logits in it."""
+    """The loss in a model's output, or the loss of the logits in it."""
     found = _loss_or_logits(output, has_targets)
     if found is None:
         raise NotUnderstood(
             f"the model returned {_described(output)}, but a tensor, or 'loss' or 'logits' in an "
-            f"object, a dictionary or a tuple was expected; {_ADVICE}"
+            f"object, dictionary or tuple was expected; {_ADVICE}"
         )
     if found.numel() == 1:
         return found
@@ -76,14 +76,13 @@ def _loss_or_logits(output: Any, has_targets: bool) -> torch.Tensor | None:
     if not isinstance(output, tuple | list):
         return None
     tensors = [part for part in output if isinstance(part, torch.Tensor)]
-    # A single number is the loss only where targets were given. Without them it may be an auxiliary
-    # loss beside the logits.
+    # A scalar is the loss only if targets were given. Otherwise it may be an auxiliary loss.
     losses = [part for part in tensors if has_targets and part.numel() == 1]
     return next(iter([*losses, *tensors]), None)
 
 
 def _described(output: Any) -> str:
-    """What a model returned, with the names that are in it."""
+    """Describe a model's output by its type and the names or types in it."""
     kind = type(output).__name__
     if isinstance(output, Mapping):
         return f"a {kind} with {', '.join(map(str, output)) or 'nothing in it'}"

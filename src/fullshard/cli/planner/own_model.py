@@ -1,6 +1,6 @@
-"""A model of the user's own for ``fullshard plan``: found, called, and checked as what it is.
+"""Building a user's own model for ``fullshard plan --model module:function``.
 
-Whatever its code raises is told in one line, with the place in that code: it is input.
+An error in the user's code is bad input: it is reported in one line, with its place in that code.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..problems import BadInput
 from .own_loss import NotUnderstood, loss_on_tokens, prepare_for_training
 from .prediction import Loss, Subject
 
-__all__ = ["own_subject", "repeated_class", "step_told"]
+__all__ = ["own_subject", "repeated_class", "step_errors_as_bad_input"]
 
-#: Code below these folders is not the user's.
+#: Code in these files and folders is not the user's.
 _NOT_OWN = (
     str(Path(torch.__file__).parent),
     str(Path(__file__).parents[2]),
@@ -33,30 +33,31 @@ _NOT_OWN = (
 
 
 def own_subject(given: str) -> Subject:
-    """The model, and the loss, that ``given`` as ``module:function`` returns."""
+    """Call ``given``, a ``module:function``, and return the model and the loss that it returns."""
     function = _import(given)
-    with _told(f"model expects module:function, but {given!r} raised"), torch.device("meta"):
+    failure = f"model expects module:function, but {given!r} raised"
+    with _errors_as_bad_input(failure), torch.device("meta"):
         made = function()
     model, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, loss_on_tokens)
     if not isinstance(model, nn.Module) or not callable(loss):
         raise BadInput(
-            f"model expects a function that returns a module, or a module and its loss, but "
-            f"{given!r} returned {_type_of(made)}"
+            f"model expects a function that returns an nn.Module, or a tuple of a module and a "
+            f"loss function, but {given!r} returned {_type_of(made)}"
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise BadInput(
-            f"model expects a module to train, but {given!r} returned a {type(model).__name__} "
-            "without parameters that require gradients"
+            f"model expects a module with trainable parameters, but {given!r} returned a "
+            f"{type(model).__name__} without parameters that require gradients"
         )
     prepare_for_training(model)
     return Subject(model.to("meta"), _checked_loss(given, loss))
 
 
 def repeated_class(model: nn.Module) -> str | None:
-    """The class of which lists of modules hold most parameters: a transformer's block, mostly.
+    """The repeated module class with the most parameters: usually a transformer's block.
 
-    It counts from two elements in one ``ModuleList`` or ``Sequential``. Of two that hold the same,
-    it is the outer one; None where nothing is repeated.
+    A class is repeated if one ``ModuleList`` or ``Sequential`` has at least two modules of it. If
+    two classes have equally many parameters, the outer one is returned; None if none is repeated.
     """
     held: dict[str, dict[nn.Parameter, None]] = {}
     for container in model.modules():
@@ -69,9 +70,9 @@ def repeated_class(model: nn.Module) -> str | None:
     return max(sizes, key=lambda name: sizes[name], default=None) if any(sizes.values()) else None
 
 
-def step_told(given: str) -> contextlib.AbstractContextManager[None]:
-    """What the model's backward raises inside the context, as bad input."""
-    return _told(f"{given}: a step of the model fails on the meta device")
+def step_errors_as_bad_input(given: str) -> contextlib.AbstractContextManager[None]:
+    """Raise errors of the model's step inside the context as ``BadInput``."""
+    return _errors_as_bad_input(f"{given}: a step of the model fails on the meta device")
 
 
 def _import(given: str) -> Callable[[], Any]:
@@ -80,7 +81,8 @@ def _import(given: str) -> Callable[[], Any]:
         raise BadInput(f"model expects module:function, but got {given!r}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    with _told(f"model expects module:function, but {module_name!r} cannot be imported"):
+    failure = f"model expects module:function, but {module_name!r} cannot be imported"
+    with _errors_as_bad_input(failure):
         module = importlib.import_module(module_name)
     function = getattr(module, function_name, None)
     if function is None:
@@ -96,7 +98,7 @@ def _import(given: str) -> Callable[[], Any]:
 
 
 def _checked_loss(given: str, loss: Loss) -> Loss:
-    """``loss``, with checks of what it raises and returns."""
+    """Wrap ``loss`` so that its errors, and a wrong return value, become ``BadInput``."""
     is_own = loss is not loss_on_tokens
 
     def checked(model: nn.Module, sequences: int, length: int) -> torch.Tensor:
@@ -104,14 +106,14 @@ def _checked_loss(given: str, loss: Loss) -> Loss:
         what = f"its loss fails for {size}" if is_own else f"the model fails on {size} tokens"
         advice = "" if is_own else "; return the model and loss(model, sequences, length)"
         try:
-            with _told(f"{given}: {what}, on the meta device", advice):
+            with _errors_as_bad_input(f"{given}: {what}, on the meta device", advice):
                 value = loss(model, sequences, length)
         except NotUnderstood as problem:
             raise BadInput(f"{given}: {problem}") from None
         if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
             raise BadInput(
-                f"{given}: the loss must be one number that depends on the parameters, but it is "
-                f"{_type_of(value)}"
+                f"{given}: the loss must be a scalar tensor that depends on the parameters, but it "
+                f"is {_type_of(value)}"
             )
         return value
 
@@ -119,8 +121,8 @@ def _checked_loss(given: str, loss: Loss) -> Loss:
 
 
 @contextlib.contextmanager
-def _told(beginning: str, end: str = "") -> Iterator[None]:
-    """What the user's code raises inside the context, as bad input."""
+def _errors_as_bad_input(beginning: str, end: str = "") -> Iterator[None]:
+    """Raise errors of the user's code inside the context as ``BadInput``."""
     try:
         yield
     except (BadInput, NotUnderstood):
@@ -130,7 +132,7 @@ def _told(beginning: str, end: str = "") -> Iterator[None]:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """What was raised, and where in the user's own code."""
+    """The type and message of an error, and its place in the user's code."""
     reason = [line for line in str(error).splitlines() if line.strip()]
     steps = traceback.extract_tb(error.__traceback__)
     own = [step for step in steps if not step.filename.startswith(_NOT_OWN)]

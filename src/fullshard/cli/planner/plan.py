@@ -1,4 +1,4 @@
-"""``fullshard plan``: the memory that training would take, as a table, on a machine without any."""
+"""``fullshard plan``: prints a table of the memory that training would take on each rank."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from ..problems import BadInput
 from ..words import counted
 from .device_memory import bytes_of_device
 from .memory import Prediction
-from .own_model import own_subject, repeated_class, step_told
+from .own_model import own_subject, repeated_class, step_errors_as_bad_input
 from .prediction import gpt_subject, predict_memory
 
 __all__ = ["DOES_NOT_FIT", "plan"]
 
-#: The exit status where the device has not enough memory, for scripts.
+#: The exit status for scripts if the device does not have enough memory.
 DOES_NOT_FIT = 3
-#: What is left for tensors: contexts, libraries and gaps between allocations take the rest.
+#: The fraction of device memory for tensors; contexts, libraries and fragmentation take the rest.
 _USABLE = 0.9
 
 
 def plan(
     values: Mapping[str, Any], device_memory: str | None = None, vocabulary: int | None = None
 ) -> int:
-    """Print the table, and whether it fits; returns the exit status, 3 where it does not."""
+    """Print the table, and whether the model fits; returns the exit status, 3 if it does not."""
     limit = bytes_of_device(device_memory) if device_memory is not None else None
     model = values.get("model", "")
     is_own = ":" in model
@@ -44,7 +44,7 @@ def plan(
     ranks = options.ranks or torch.cuda.device_count() or 2
     check_batch(options, ranks)
     if is_own:
-        _refuse_sizes(model, values, vocabulary)
+        _check_no_sizes(model, values, vocabulary)
         subject = own_subject(model)
     else:
         check_size(options)
@@ -54,14 +54,14 @@ def plan(
     if chooses_wrap:
         options = dataclasses.replace(options, wrap=repeated_class(subject.model) or "none")
     device = torch.device(_device_kind(options, device_memory))
-    with step_told(model) if is_own else contextlib.nullcontext():
+    with step_errors_as_bad_input(model) if is_own else contextlib.nullcontext():
         units, predicted = predict_memory(subject, options, ranks, device)
     console = Console(highlight=False, soft_wrap=True)
     console.print(_heading(options, ranks, device, units, vocabulary))
     if chooses_wrap:
         console.print(_chosen_wrap(options.wrap))
     console.print(_table(predicted))
-    console.print(f"The peak is {predicted.when}.")
+    console.print(f"Memory peaks {predicted.when}.")
     if predicted.host:
         console.print(f"Host memory: {size_text(predicted.host)} per rank.")
     if limit is None:
@@ -71,7 +71,7 @@ def plan(
 
 
 def checked_vocabulary(given: int | None) -> int:
-    """The number of tokens that a preset knows; bytes, where none was given."""
+    """The vocabulary size of a preset; by default that of bytes."""
     if given is None:
         return VOCABULARY
     if not 1 <= given < 2**31:
@@ -79,8 +79,8 @@ def checked_vocabulary(given: int | None) -> int:
     return given
 
 
-def _refuse_sizes(model: str, values: Mapping[str, Any], vocabulary: int | None) -> None:
-    """Refuse what changes a preset: a model of the user's own has its own sizes."""
+def _check_no_sizes(model: str, values: Mapping[str, Any], vocabulary: int | None) -> None:
+    """Raise ``BadInput`` for options that change a preset, if the model is the user's own."""
     given = [name for name in ("layers", "heads", "width") if values.get(name)]
     given += ["vocabulary"] if vocabulary is not None else []
     if given:
@@ -91,7 +91,7 @@ def _refuse_sizes(model: str, values: Mapping[str, Any], vocabulary: int | None)
 
 
 def _device_kind(options: Options, device_memory: str | None) -> str:
-    """Where a device is named, a GPU is meant."""
+    """The type of device to plan for: ``--device-memory`` implies a GPU."""
     if options.device != "auto":
         return options.device
     return "cuda" if device_memory or torch.cuda.is_available() else "cpu"
@@ -119,8 +119,12 @@ def _heading(
 
 
 def _chosen_wrap(wrap: str) -> str:
-    chosen = "nothing is repeated, so it is one unit" if wrap == "none" else f"a unit is a {wrap}"
-    return f"Without --wrap, {chosen}; others: --wrap CLASS,CLASS or --wrap size=N or --wrap none."
+    chosen = (
+        "no module class is repeated, so the model is one unit"
+        if wrap == "none"
+        else f"each {wrap} is a unit"
+    )
+    return f"Without --wrap, {chosen}; to change that: --wrap CLASS,CLASS, size=N or none."
 
 
 _ROWS = {

@@ -1,4 +1,4 @@
-"""The memory that training with given options will take on a rank, before anything is allocated."""
+"""Predicting the memory that a training step takes on a rank, from the options of a run."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from .memory import Facts, Prediction, UnitSizes, predict
 
 __all__ = ["Loss", "Subject", "gpt_subject", "predict_memory", "token_loss"]
 
-#: The loss of one backward of one rank: of a model, sequences, and tokens in each.
+#: Computes the loss of one pass on one rank: ``loss(model, sequences, length)``.
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model on the meta device, in float32, and how its loss is computed."""
+    """A model on the meta device, in float32, with its loss function."""
 
     model: nn.Module
     loss: Loss
 
 
 def gpt_subject(options: Options, vocabulary: int = VOCABULARY) -> Subject:
-    """The model that ``fullshard train`` trains with these options, on bytes or on other tokens."""
+    """The model that ``fullshard train`` trains with these options, for any vocabulary size."""
     with torch.device("meta"):
         return Subject(GPT(options.size(), options.sequence, vocabulary), token_loss)
 
 
 def token_loss(model: nn.Module, sequences: int, length: int) -> torch.Tensor:
-    """The loss of a language model, on tokens that have no values."""
+    """The loss of a language model on meta tokens, which have no values."""
     return next_token_loss(
         model, torch.empty(sequences, length + 1, dtype=torch.long, device="meta")
     )
@@ -49,9 +49,9 @@ def token_loss(model: nn.Module, sequences: int, length: int) -> torch.Tensor:
 def predict_memory(
     subject: Subject, options: Options, ranks: int, device: torch.device
 ) -> tuple[Description, Prediction]:
-    """What the units are, and what a step takes on each of ``ranks`` ranks of ``device``.
+    """Return the units of a model, and the memory that a step takes on each of ``ranks`` ranks.
 
-    Leaves the subject's model in compute precision.
+    Converts the subject's model to compute precision.
     """
     model = subject.model
     policy = wrap_policy(model, options.wrap)
@@ -86,7 +86,7 @@ def predict_memory(
 
 
 def _unit_options(options: Options, ranks: int) -> UnitOptions:
-    """What training asks of every unit; a rank alone has nothing to shard."""
+    """The options of every unit; on a single rank the strategy is ``NO_SHARD``."""
     strategy = ShardingStrategy.NO_SHARD if ranks == 1 else STRATEGIES[options.strategy]
     return UnitOptions(
         strategy,
@@ -102,16 +102,16 @@ def _sizes(unit: UnitDescription, options: Options, facts: Facts) -> UnitSizes:
     trained = 1 - unit.frozen_elements / unit.elements if unit.elements else 0
     gradient_shard = int(unit.shard_bytes * trained)
     whole = not facts.options.is_sharded
-    # Where nothing is sharded, the shard itself is computed on, if its precision is right.
-    stands = whole and options.precision == "float32" and not facts.offloaded
-    # A rank alone has nothing to reduce, and uses its gradients as they are.
+    # Without sharding and mixed precision, the unit computes with the shard itself.
+    uses_shard = whole and options.precision == "float32" and not facts.offloaded
+    # A single rank reduces nothing.
     reduces = facts.ranks > 1
     shards_in_all = 1 if whole else facts.ranks
     return UnitSizes(
         path=unit.path,
         shard=unit.shard_bytes,
         gradient_shard=gradient_shard,
-        full=0 if stands else unit.gathered_bytes,
+        full=0 if uses_shard else unit.gathered_bytes,
         reduce_buffer=gradient_shard * shards_in_all if reduces else 0,
         reduced=gradient_shard,
     )

@@ -1,7 +1,7 @@
-"""Answers to what models ask about values while they run on the meta device, where there are none.
+"""Values for the checks that models make on their inputs, which have no values on the meta device.
 
-Models check their inputs: whether all tokens are real and none is padding, whether sequences are
-packed, whether any number is infinite. Such checks end in ``all()`` or ``any()`` over a tensor.
+Models check, for example, whether any token is padding, whether sequences are packed, or whether
+any number is infinite. Such checks end in ``all()`` or ``any()`` of a tensor.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _ANSWERS: dict[Any, bool] = {
 class UsualValues(TorchFunctionMode):
     """Inside the context, ``all()`` of a meta tensor is true and ``any()`` is false.
 
-    That is the usual case of a check in a forward: nothing is special about the inputs.
+    These are the results for ordinary inputs.
     """
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         answer = _ANSWERS.get(function)
-        # With a dimension the result is a tensor of answers, which is computed with, not asked.
+        # With a dimension the result is a tensor for further computation, not a condition.
         if answer is not None and len(args) == 1 and not kwargs and args[0].is_meta:
             return torch.tensor(answer, device="cpu")
         return function(*args, **(kwargs or {}))

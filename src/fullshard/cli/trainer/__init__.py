@@ -1,1 +1,1 @@
-"""``fullshard train``: a small GPT, trained on every rank."""
+"""``fullshard train``: trains a small GPT on every rank."""

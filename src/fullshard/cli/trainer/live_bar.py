@@ -1,4 +1,4 @@
-"""A run's progress in a terminal: one line that is always up to date."""
+"""A progress bar for terminals."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .run_folder import RunFolder
 __all__ = ["BarReporter"]
 
 
-#: Columns of a terminal in which memory and its prediction have room for words.
+#: Terminals with at least so many columns show "(predicted ...)" in full.
 _WIDE = 100
 
 
 class _NarrowConsole(Console):
-    """Leaves the terminal's last columns free.
+    """A console that leaves the last columns of the terminal free.
 
-    There a terminal writes the ^C that was typed. On a full line it would go on to the next, and
-    the bar would be drawn again below its last copy.
+    The terminal echoes a typed ^C there. On a full line the echo would wrap to the next line, and
+    the bar would be drawn a second time.
     """
 
     @property
@@ -39,7 +39,7 @@ class _NarrowConsole(Console):
 
 
 class BarReporter(LineReporter):
-    """Shows a bar while steps are made; everything else is printed above it."""
+    """Shows a progress bar during training, and prints everything else above it."""
 
     def __init__(self, options: Options, folder: RunFolder, output: Output) -> None:
         super().__init__(options, folder, output)

@@ -1,4 +1,4 @@
-"""The learning rate of every step: warm-up, then a schedule. Pure arithmetic."""
+"""The learning rate schedule: warm-up, then decay. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["learning_rate"]
 
 
 def learning_rate(options: Options, step: int) -> float:
-    """The rate at ``step`` (the first is 1): up to the peak, then down to a fraction of it."""
+    """The learning rate at ``step``, counted from 1: up to the peak, then down to a fraction."""
     peak, end = options.learning_rate, options.learning_rate * options.final_fraction
     if step <= options.warmup:
         return peak * step / options.warmup

@@ -1,6 +1,6 @@
-"""What a run says and writes down while it goes on. Rank 0 speaks; other ranks are silent.
+"""Reporting the progress of a run: output, metrics and the loss curve. Rank 0 reports.
 
-In a terminal there is a live bar, elsewhere there are plain lines.
+Terminals get a progress bar (``live_bar.py``); files and pipes get plain lines.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -22,20 +24,19 @@ from ..options import Options
 from ..output import Output
 from ..planner.memory import Parts, Prediction
 from ..words import counted
-from .picture import draw_losses
 from .run_folder import RunFolder
 from .tensorboard import TensorBoard
 
-__all__ = ["Progress", "Reporter", "reporter_for"]
+__all__ = ["Progress", "Reporter", "draw_losses", "reporter_for"]
 
 
-#: The loss at the end is a mean over so many steps: a single batch's jumps up and down.
+#: The final loss is the mean over so many steps, because that of a single batch is noisy.
 _AVERAGED = 20
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A step that was just made. ``memory`` is the most that a rank took, once measured."""
+    """A completed step. ``memory`` is the peak of the largest rank, once it is measured."""
 
     step: int
     loss: float
@@ -46,7 +47,7 @@ class Progress:
 
 
 class Reporter:
-    """Says nothing: what ranks other than 0 have."""
+    """A reporter that does nothing, for ranks other than 0."""
 
     def introduce(
         self,
@@ -56,7 +57,7 @@ class Reporter:
         units: Description,
         predicted: Prediction,
     ) -> None:
-        """Say what is about to happen."""
+        """Print the model, the data and the predicted memory before training starts."""
 
     def __enter__(self) -> Reporter:
         return self
@@ -70,24 +71,24 @@ class Reporter:
         pass
 
     def step(self, progress: Progress) -> None:
-        """A step was made."""
+        """Report a completed step."""
 
     def saved(self, step: int) -> None:
-        """A checkpoint is whole."""
+        """Report a saved checkpoint."""
 
     def stopped(self, step: int) -> None:
-        """The run leaves before its last step."""
+        """Report that the run stops before its last step."""
 
     def finish(self, sample: str) -> None:
-        """The run is complete."""
+        """Report the end of the run."""
 
 
 def reporter_for(rank: int, options: Options, folder: RunFolder) -> Reporter:
-    """A bar where somebody looks, lines where somebody reads later."""
+    """The reporter for a rank: a bar for terminals, lines for files and pipes."""
     if rank != 0:
         return Reporter()
     output = Output()
-    # A dumb terminal cannot draw a line again: there would be no bar until the end.
+    # A dumb terminal cannot redraw a line, so it would show no bar until the end.
     if output.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown"):
         from .live_bar import BarReporter
 
@@ -96,7 +97,7 @@ def reporter_for(rank: int, options: Options, folder: RunFolder) -> Reporter:
 
 
 class LineReporter(Reporter):
-    """Writes metrics into the run's folder and a line for each to the output."""
+    """Writes metrics to the run's folder, and prints them as lines."""
 
     def __init__(self, options: Options, folder: RunFolder, output: Output) -> None:
         self.options = options
@@ -140,7 +141,7 @@ class LineReporter(Reporter):
             self.log(progress)
 
     def log(self, progress: Progress) -> None:
-        """Keep the metrics, and print them."""
+        """Write the metrics of a step, and print them."""
         self._record(progress)
         self.write(
             f"step {progress.step:>{len(str(self.options.steps))}}/{self.options.steps}"
@@ -169,7 +170,7 @@ class LineReporter(Reporter):
         self._tensorboard.add(metrics, progress.step)
 
     def _smooth(self, seconds: float) -> None:
-        # The first steps make what is made once, and one of them is measured: they are slower.
+        # The first steps are slower: they allocate what is allocated once, and one is measured.
         if self._seconds is None or self._steps_here <= 4:
             self._seconds = seconds
         else:
@@ -177,15 +178,15 @@ class LineReporter(Reporter):
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all ranks, smoothed over the last steps."""
+        """Tokens per second over all ranks, smoothed over the last steps."""
         return self.options.batch * self.options.sequence / (self._seconds or 1.0)
 
     def seconds_left(self, step: int) -> float:
-        """Until the last step."""
+        """The estimated seconds until the last step."""
         return (self.options.steps - step) * (self._seconds or 0.0)
 
     def memory_text(self, progress: Progress) -> str:
-        """What was measured beside what was predicted."""
+        """The measured memory, and the predicted memory."""
         predicted = size_text(self.predicted.total) if self.predicted else "?"
         measured = "-" if progress.memory is None else size_text(progress.memory)
         return f"{measured} (predicted {predicted})"
@@ -195,7 +196,7 @@ class LineReporter(Reporter):
     def stopped(self, step: int) -> None:
         self._close()
         self.write(
-            f"Stopped after step {step}; it is saved. Continue with: "
+            f"Stopped after step {step}, which is saved. Resume with: "
             f"fullshard train --resume {shlex.join(self.folder.flags)}"
         )
 
@@ -215,22 +216,22 @@ class LineReporter(Reporter):
         self.write("\n".join(f"  {line}" for line in _printable(sample).split("\n")))
 
     def _close(self) -> str:
-        """Draw the picture; returns why there is none, if there is none."""
+        """Draw the loss curve; returns the reason if that failed, else an empty string."""
         self._tensorboard.close()
         return draw_losses(self.folder.read_metrics(), self.folder.picture)
 
     def _first_loss(self) -> float:
-        """The loss of the first step, or of the first of which something is known."""
+        """The loss of the first step whose metrics are known."""
         known = [metrics["loss"] for metrics in self.folder.read_metrics() if "loss" in metrics]
         return float(next(iter([*known, *self._losses])))
 
     def write(self, text: str) -> None:
-        """To the output, at once: it may be a file that somebody follows."""
+        """Print a line and flush, so that a log file can be followed."""
         print(text, file=self.output, flush=True)
 
 
 def _in_words(options: Options, ranks: int, units: Description) -> dict[str, str]:
-    """What will be trained, and how."""
+    """Describe the model, the units, the ranks and the steps."""
     size = options.size()
     largest = max(unit.gathered_bytes for unit in units.units)
     device = "GPU" if options.device != "cpu" and torch.cuda.is_available() else "CPU"
@@ -248,7 +249,7 @@ def _in_words(options: Options, ranks: int, units: Description) -> dict[str, str
 
 
 def _parts_in_words(predicted: Parts) -> list[str]:
-    """Two lines, each short enough for any terminal."""
+    """Describe the predicted memory in two lines that are short enough for any terminal."""
     gradients = predicted.gradients + predicted.whole_gradients
     return [
         f"shards {size_text(predicted.shards)}, gradients {size_text(gradients)}, "
@@ -259,12 +260,50 @@ def _parts_in_words(predicted: Parts) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """A model writes any byte; terminals obey some of them."""
+    """Replace control characters, which a model may write and a terminal would obey."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def duration_text(seconds: float) -> str:
-    """Hours only where there are some: 1:02:03, 2:03."""
+    """Format a duration, with hours if there are any: 1:02:03, 2:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def draw_losses(metrics: list[dict[str, Any]], path: Path) -> str:
+    """Draw loss and learning rate over steps.
+
+    Returns the reason if that failed, else an empty string: no error of matplotlib's may end a run.
+    """
+    if not metrics:
+        return "there are no metrics"
+    try:
+        _draw(metrics, path)
+    except ModuleNotFoundError as missing:
+        return f"{missing.name} is not installed"
+    except Exception as problem:
+        first_line = str(problem).strip().partition("\n")[0]
+        return f"matplotlib failed with {type(problem).__name__}: {first_line}"
+    return ""
+
+
+def _draw(metrics: list[dict[str, Any]], path: Path) -> None:
+    # Imported here because it takes a while, which the command's help should not.
+    from matplotlib.figure import Figure
+
+    steps = [line["step"] for line in metrics]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(steps, [line["loss"] for line in metrics], color="tab:blue", label="loss")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)")
+    # The name of a run may contain dollar signs, which would start a formula.
+    axes.set_title(path.parent.name, parse_math=False)
+    axes.grid(alpha=0.3)
+    rates = axes.twinx()
+    rates.plot(
+        steps, [line["learning_rate"] for line in metrics], color="tab:gray", alpha=0.6, ls="--"
+    )
+    rates.set_ylabel("learning rate (dashed)")
+    rates.set_ylim(bottom=0)
+    figure.savefig(path, dpi=120)

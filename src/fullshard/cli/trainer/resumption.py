@@ -1,4 +1,4 @@
-"""What continuing a run means: whether anything is left to do, and what changes from here on."""
+"""Resuming a run: whether steps are left, and how changed options affect the learning rate."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ __all__ = ["check_steps", "nothing_left", "resumption_in_words"]
 
 
 def check_steps(folder: RunFolder, options: Options, done: int) -> None:
-    """Refuse a last step that is behind the checkpoint: steps cannot be taken back."""
+    """Raise ``BadInput`` if the run's checkpoint is past the last step: steps cannot be undone."""
     if options.steps < done:
         raise BadInput(
-            f"{folder.path} is at step {done} already, past the last one that was asked for, "
-            f"--steps {options.steps}; give more than {done} to continue it, or start a new run"
+            f"{folder.path} is already at step {done}, past --steps {options.steps}; pass more "
+            f"than {done} steps to resume it, or start a new run"
         )
 
 
 def nothing_left(folder: RunFolder, before: Options, options: Options, done: int) -> str | None:
-    """What to say of a run that has made all its steps, and of which nothing else is wanted.
+    """The message for a run that is finished; None if anything is left to do.
 
-    A run that ended after its last checkpoint and before its sample still has to write it; and a
-    sample of another length may be asked for. Then, and where steps are left, this is None.
+    That is the case if steps are left, if the run ended after its last checkpoint but before it
+    wrote its sample, or if a sample of another length is requested.
     """
     if done < options.steps or not folder.sample.exists() or before.sample != options.sample:
         return None
     longer = shlex.join(["fullshard", "train", "--resume", *folder.flags])
     return (
         f"{folder.path} is finished, at step {done} of {done}: there is nothing to do. To train it "
-        f"further, give more steps: {longer} --steps {2 * done}"
+        f"further, pass more steps: {longer} --steps {2 * done}"
     )
 
 
 def resumption_in_words(before: Options, options: Options, done: int) -> dict[str, str]:
-    """Where a run continues, and by how much its learning rate jumps there if options changed.
+    """Describe where a run resumes, and the jump of its learning rate if options changed.
 
     A run that is extended follows the schedule of the longer run from here on, as if it had been
-    started with it. Where the old schedule has decayed, the rate goes up again.
+    started with it. If the learning rate has already decayed, it rises again.
     """
     if not done:
         return {}
@@ -50,7 +50,7 @@ def resumption_in_words(before: Options, options: Options, done: int) -> dict[st
     if math.isclose(expected, rate, rel_tol=1e-6):
         return rows
     last = learning_rate(before, done)
-    why = "as the options say now"
+    why = "by the new options"
     if before.steps != options.steps and options.schedule != "constant":
         ends = f"ends at step {options.steps:,}, not {before.steps:,}"
         why = f"the {options.schedule} schedule now {ends}"

@@ -1,4 +1,4 @@
-"""A run's folder: its options, its metrics, its checkpoints, its picture. Rank 0 writes here.
+"""The folder of a run, with its options, metrics, checkpoints and loss curve. Rank 0 writes it.
 
 runs/NAME/config.toml  metrics.jsonl  loss.png  sample.txt  checkpoints/  tensorboard/
 """
@@ -30,34 +30,34 @@ __all__ = [
     "skipped_in_silence",
 ]
 
-#: The folder of all runs, where none is named.
+#: The default folder for all runs.
 DEFAULT_RUNS = Path("runs")
 
 
 class RunFolder:
-    """One run's folder and the names inside it."""
+    """The folder of one run, and the paths of its files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.toml"
-        #: Options of a run that is to continue, until its checkpoint is loaded.
+        #: New options of a run that is being resumed, until its checkpoint is loaded.
         self.proposed = path / "config.proposed.toml"
         self.metrics = path / "metrics.jsonl"
         self.picture = path / "loss.png"
         self.sample = path / "sample.txt"
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
-        self._lock = path / ".lock"
+        self._lock_file = path / ".lock"
         self._held: IO[str] | None = None
 
     @property
     def flags(self) -> list[str]:
-        """What leads ``fullshard train --resume`` here."""
+        """The flags with which ``fullshard train --resume`` finds this run."""
         runs = self.path.parent
         return ["--name", self.path.name, *(["--runs", str(runs)] if runs != DEFAULT_RUNS else [])]
 
     def values(self) -> dict[str, Any]:
-        """The options that the run was started with, as they were written down."""
+        """The options in the run's ``config.toml``, which may leave some out."""
         return read_values(self.config)
 
     def options(self) -> Options:
@@ -66,34 +66,34 @@ class RunFolder:
         return build_options(read_values(source), str(source))
 
     def check_files(self) -> None:
-        """Refuse a folder in which something else stands in the place of a file.
+        """Raise ``BadInput`` if one of the run's files is not a regular file.
 
-        Opening a FIFO would wait for somebody at its other end.
+        Opening a FIFO, for example, would block until another process opens its other end.
         """
         replaced = (self.config, self.proposed, self.metrics)
-        files = (*replaced, *map(_beside, replaced), self.picture, self.sample, self._lock)
+        files = (*replaced, *map(_beside, replaced), self.picture, self.sample, self._lock_file)
         for path in files:
             if path.exists() and not path.is_file():
                 raise BadInput(
-                    f"{path} is no regular file, so {self.path} cannot be continued; remove it, or "
-                    "start a new run"
+                    f"{path} is not a regular file, so {self.path} cannot be resumed; remove it, "
+                    "or start a new run"
                 )
 
     def make(self) -> bool:
-        """Make the folder; False if it is there, by now."""
+        """Create the folder; returns False if it exists already."""
         try:
             self.path.mkdir(parents=True)
         except OSError as error:
             if isinstance(error, FileExistsError) and os.path.lexists(self.path):
                 return False
-            # Also where something that is no folder has the name of one above it.
+            # Also raised if a parent of the path exists but is not a folder.
             raise self._cannot_be_written(error) from None
         return True
 
     def write_options(self, options: Options) -> None:
-        """Make the folder, if it is not there, and write the options down.
+        """Create the folder if it does not exist, and write the options.
 
-        Those that another run left stay until :meth:`accept_options`.
+        Existing options stay in force until :meth:`accept_options`.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -103,19 +103,21 @@ class RunFolder:
             raise self._cannot_be_written(error) from None
 
     def _cannot_be_written(self, error: OSError) -> BadInput:
-        return BadInput(f"{self.path} cannot be written: {error}; choose other --runs")
+        return BadInput(
+            f"{self.path} cannot be written: {error}; choose another folder with --runs"
+        )
 
-    def hold(self) -> None:
-        """Refuse others that would train here, until :meth:`let_go` or the end of this process.
+    def lock(self) -> None:
+        """Lock the folder against other runs, until :meth:`unlock` or the end of this process.
 
-        Where the system, or the file system, has no such locks, nobody is refused.
+        Does nothing if the system, or the file system, has no file locks.
         """
         try:
             import fcntl
         except ImportError:
             return
         try:
-            file = self._lock.open("w")
+            file = self._lock_file.open("w")
         except OSError as error:
             raise self._cannot_be_written(error) from None
         try:
@@ -123,45 +125,45 @@ class RunFolder:
         except BlockingIOError:
             file.close()
             raise BadInput(
-                f"another run is training in {self.path} at this moment; end it first, or choose "
-                "another --name"
+                f"another process is training in {self.path}; stop it first, or choose another "
+                "--name"
             ) from None
         except OSError:
             file.close()
             return
         self._held = file
 
-    def let_go(self) -> None:
-        """Let others train here."""
+    def unlock(self) -> None:
+        """Release the lock of :meth:`lock`."""
         if self._held is not None:
             self._held.close()
             self._held = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For other ranks, which hold nothing."""
+        """The state that is sent to other ranks, which do not hold the lock."""
         return {**vars(self), "_held": None}
 
     def accept_options(self) -> None:
-        """Let the proposed options be the run's."""
+        """Make the proposed options the run's options."""
         if self.proposed.exists():
             self.proposed.replace(self.config)
 
-    def forget_proposed_options(self) -> None:
-        """Let the run's options stay what they were."""
+    def discard_proposed_options(self) -> None:
+        """Keep the run's options as they were."""
         self.proposed.unlink(missing_ok=True)
 
     def newest_checkpoint(self) -> fullshard.Checkpoint | None:
-        """The newest checkpoint that looks whole. Which are skipped is said when it is loaded."""
+        """The latest checkpoint that looks undamaged. Loading it reports those it skipped."""
         with skipped_in_silence():
             return fullshard.latest(self.checkpoints)
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
-        """One line of JSON."""
+        """Append the metrics of a step as one line of JSON."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(metrics) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All lines that are whole; a kill may have cut one."""
+        """Read the metrics of all steps, except a line that was cut off when a run was killed."""
         if not self.metrics.exists():
             return []
         found = []
@@ -174,26 +176,26 @@ class RunFolder:
                 found.append(metrics)
         return found
 
-    def forget_metrics_after(self, step: int) -> None:
-        """Drop what the run wrote after the checkpoint that it continues from."""
+    def drop_metrics_after(self, step: int) -> None:
+        """Remove the metrics of steps after ``step``, from whose checkpoint the run resumes."""
         kept = [metrics for metrics in self.read_metrics() if metrics["step"] <= step]
         if self.metrics.exists():
-            streams = "".join(json.dumps(metrics) + "\n" for metrics in kept)
-            _replace_text(self.metrics, streams)
+            lines = "".join(json.dumps(metrics) + "\n" for metrics in kept)
+            _replace_text(self.metrics, lines)
 
 
 @contextlib.contextmanager
 def skipped_in_silence() -> Iterator[None]:
-    """Without warnings of damaged checkpoints that are skipped: a line says it instead."""
+    """Suppress warnings about damaged checkpoints, which the command prints as lines instead."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Skipped a damaged checkpoint")
         yield
 
 
 def _replace_text(path: Path, text: str) -> None:
-    """Write a file that is there as it was, or as it will be, whenever this process dies."""
+    """Replace a file atomically: if this process dies, it has the old content or the new."""
     beside = _beside(path)
-    # A link that was left there would be written through.
+    # If a link was left there, its target would be written.
     beside.unlink(missing_ok=True)
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)
@@ -204,54 +206,54 @@ def _beside(path: Path) -> Path:
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that would lead out of the folder of all runs, or nowhere."""
+    """Raise ``BadInput`` if ``name`` is not the name of a folder directly below ``--runs``."""
     if name in ("", ".", "..") or not name.isprintable() or {"/", os.sep, os.altsep} & {*name}:
         raise BadInput(
-            f"name expects the name of one folder, such as first-try, but got {name!r}; "
-            "--runs says where it is"
+            f"name expects a folder name such as first-try, but got {name!r}; set the folder that "
+            "contains it with --runs"
         )
 
 
 def new_run(runs: Path, name: str | None) -> RunFolder:
-    """A folder that is not there yet: of that name, or of the next free number."""
+    """A folder that does not exist yet, with the given name or the next free number."""
     if name is None:
         numbers = (number for number in range(1, 1_000_000))
         name = next(f"run-{n}" for n in numbers if not os.path.lexists(runs / f"run-{n}"))
     folder = RunFolder(runs / name)
     if os.path.lexists(folder.path):
-        raise _is_there(folder)
+        raise _exists(folder)
     return folder
 
 
 def make_run(runs: Path, name: str | None) -> RunFolder:
-    """Make a new run's folder, which no other run has made at the same time."""
+    """Create the folder of a new run, even if other runs are started at the same time."""
     while True:
         folder = new_run(runs, name)
         if folder.make():
             return folder
         if name is not None:
-            raise _is_there(folder)
+            raise _exists(folder)
 
 
-def _is_there(folder: RunFolder) -> BadInput:
+def _exists(folder: RunFolder) -> BadInput:
     return BadInput(
-        f"{folder.path} is there already; continue it with --resume, or choose another --name"
+        f"{folder.path} already exists; resume it with --resume, or choose another --name"
     )
 
 
 def run_named(runs: Path, name: str) -> RunFolder:
-    """The folder of a run that was started before."""
+    """The folder of an existing run."""
     folder = RunFolder(runs / name)
     if not folder.config.exists():
         known = sorted(path.parent.name for path in runs.glob("*/config.toml"))
-        hint = f"; there are {', '.join(known[-8:])}" if known else ""
+        hint = f"; existing runs: {', '.join(known[-8:])}" if known else ""
         raise BadInput(f"there is no run {name!r} in {runs} to resume{hint}")
     folder.check_files()
     return folder
 
 
 def latest_run(runs: Path) -> RunFolder:
-    """The run that was started, or continued, last."""
+    """The run that was started or resumed last."""
     configs = sorted(runs.glob("*/config.toml"), key=lambda path: path.stat().st_mtime)
     if not configs:
         raise BadInput(f"there is no run in {runs} to resume")

@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard, where it is installed and works. Whatever it raises ends no training."""
+"""Writing metrics for TensorBoard, if it is installed. Its errors never end a run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["TensorBoard"]
 
 
 class TensorBoard:
-    """A writer of TensorBoard's files, which gives up after the first failure."""
+    """Writes TensorBoard files, and stops writing after the first error."""
 
     def __init__(self, folder: Path) -> None:
         self._writer: Any = None
-        # Not only without it: with another numpy or protobuf than it wants, its import raises much.
+        # Not just ImportError: with an incompatible numpy or protobuf, it raises other errors.
         with contextlib.suppress(Exception):
             from torch.utils.tensorboard import SummaryWriter
 
@@ -33,7 +33,7 @@ class TensorBoard:
             self._writer = None
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close the files."""
         if self._writer is not None:
             with contextlib.suppress(Exception):
                 self._writer.close()

@@ -1,4 +1,4 @@
-"""``fullshard train``: from a command line to ranks that train. ``training.py`` is what they do."""
+"""``fullshard train``: checks a command line and starts the ranks, which run ``training.py``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import fullshard
+from fullshard import StopRequest
 
 from ..checks import check_ranks, check_run
 from ..launcher.launch import default_ranks, launch
@@ -33,21 +34,20 @@ from .run_folder import (
     new_run,
     run_named,
 )
-from .stopping import StopRequest
 from .training import main as train_on_rank
 from .training import model_facts, start_rank, train, unusable, was_restarted
 
 __all__ = ["Request", "run_training"]
 
-#: How long ranks may take to save after Ctrl-C before they are killed.
+#: Seconds that ranks have to save a checkpoint after Ctrl-C, before they are killed.
 _SECONDS_TO_SAVE = 60
-#: How long the first rank waits for the others to hear that its input is bad.
+#: Seconds that rank 0 waits until the other ranks have received its last message.
 _SECONDS_TO_HEAR = 10
 
 
 @dataclass(frozen=True)
 class Request:
-    """A command line of ``fullshard train``. ``flags`` are the options that were given on it."""
+    """A command line of ``fullshard train``. ``flags`` are the options that it sets."""
 
     flags: Mapping[str, Any]
     config: Path | None = None
@@ -60,12 +60,11 @@ class Request:
 
 
 def run_training(request: Request) -> int:
-    """Train as asked for; returns the exit status."""
+    """Carry out the request; returns the exit status."""
     if request.name is not None:
         check_name(request.name)
     if "RANK" in os.environ:
-        train_as_rank(request)
-        return 0
+        return train_as_rank(request)
     check_counts(request)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SECONDS_TO_SAVE))
     launcher_options = ["--max-restarts", str(request.max_restarts)]
@@ -83,53 +82,54 @@ def run_training(request: Request) -> int:
     try:
         return launch(ranks, launcher_options, command)
     finally:
-        folder.forget_proposed_options()
-        folder.let_go()
+        folder.discard_proposed_options()
+        folder.unlock()
 
 
 def check_counts(request: Request) -> None:
-    """Refuse numbers that the launcher could do nothing with."""
+    """Raise ``BadInput`` if the options for the launcher are invalid or contradict each other."""
     if request.max_restarts < 0:
         raise BadInput(f"--max-restarts expects 0 or more, but got {request.max_restarts}")
     if request.nodes < 1:
         raise BadInput(f"--nodes expects 1 or more, but got {request.nodes}")
     if request.nodes > 1 and request.rendezvous is None:
         raise BadInput(
-            f"--nodes {request.nodes} needs a place where the machines meet; give one of them as "
-            "--rendezvous HOST:PORT"
+            f"--nodes {request.nodes} needs an address at which the machines meet; pass that of "
+            "one of them as --rendezvous HOST:PORT"
         )
     if request.nodes == 1 and request.rendezvous is not None:
-        raise BadInput("--rendezvous is for several machines; say how many with --nodes")
-    if request.rendezvous is not None and not _is_place(request.rendezvous):
+        raise BadInput("--rendezvous is for several machines; set their number with --nodes")
+    if request.rendezvous is not None and not _is_endpoint(request.rendezvous):
         raise BadInput(
             f"--rendezvous expects HOST:PORT, such as first-machine:29400, but got "
             f"{request.rendezvous!r}"
         )
 
 
-def _is_place(text: str) -> bool:
+def _is_endpoint(text: str) -> bool:
     host, _, port = text.rpartition(":")
     return bool(host.strip()) and port.isascii() and port.isdigit() and 0 < int(port) < 2**16
 
 
 def launch_on_several_machines(request: Request, launcher_options: list[str]) -> int:
-    """Start this machine's ranks; they meet the others', and then read the command line again.
+    """Start this machine's ranks, which read the command line again after the rendezvous.
 
-    No machine knows which of them is the first before they have met, so none prepares anything.
+    Until then no machine knows which of them has rank 0, so none can prepare the run's folder.
     """
     ranks = build_options(given_values(request), COMMAND_LINE).ranks
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(request.rendezvous)]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(request.rendezvous)]
     command = ["-m", "fullshard.cli.on_rank", *sys.argv[1:]]
     return launch(
         ranks or default_ranks(),
-        [*launcher_options, "--nnodes", str(request.nodes), *meeting],
+        [*launcher_options, "--nnodes", str(request.nodes), *rendezvous],
         command,
     )
 
 
-def train_as_rank(request: Request) -> None:
-    """Train where the ranks are there already: under ``torchrun``, or on several machines.
+def train_as_rank(request: Request) -> int:
+    """Train where the ranks are there already; returns the rank's exit status.
 
+    That is under ``torchrun``, or on several machines.
     Rank 0 prepares the folder, and tells the others; bad input is raised on all of them, because no
     machine sees what is said on another.
     """
@@ -148,18 +148,20 @@ def train_as_rank(request: Request) -> None:
         if dist.get_rank() == 0:
             print(told[0], file=Output(), flush=True)
         _leave_together()
-        return
+        return 0
     options, folder = told[0]
     with StopRequest() as stop:
         train(options, folder, goes_on(request), stop)
     dist.destroy_process_group()
+    return stop.exit_status
 
 
 def _leave_together() -> None:
-    """End the process group when all ranks have heard what was said last.
+    """Destroy the process group once all ranks have received the last message.
 
-    Not by just ending: a thread of gloo may still hold what it sent, and a program that ends under
-    it is aborted. Not at once: what has not been received yet is lost with the group.
+    The process must not simply exit: a gloo thread may still hold what it sent, and would abort the
+    program. Nor may rank 0 destroy the group at once: messages that have not been received yet
+    would be lost with it.
     """
     store, heard = dist.distributed_c10d._get_default_store(), "fullshard/heard"
     count = store.add(heard, 1)
@@ -172,9 +174,9 @@ def _leave_together() -> None:
 
 
 def prepare(request: Request, ranks: int | None) -> tuple[Options, RunFolder]:
-    """Check everything, then make the run's folder, and hold it.
+    """Check the options, then create the run's folder and lock it.
 
-    ``ranks`` are those of all machines, if known.
+    ``ranks`` is the number of ranks on all machines, if it is known.
     """
     options, folder = resolve(request)
     if ranks is None:
@@ -183,13 +185,13 @@ def prepare(request: Request, ranks: int | None) -> tuple[Options, RunFolder]:
     check_run(options, ranks)
     if not goes_on(request):
         folder = make_run(request.runs, request.name)
-    folder.hold()
+    folder.lock()
     folder.write_options(options)
     return options, folder
 
 
 def nothing_to_do(request: Request) -> str | None:
-    """What to say of a run that is to continue and has nothing left to do; None for all others."""
+    """The message for a run that is to be resumed but is finished; None for all other runs."""
     if not request.resume:
         return None
     options, folder = resolve(request)
@@ -201,12 +203,15 @@ def nothing_to_do(request: Request) -> str | None:
 
 
 def goes_on(request: Request) -> bool:
-    """Whether an earlier run is continued."""
+    """Return True if an earlier run is resumed."""
     return request.resume or was_restarted()
 
 
 def resolve(request: Request) -> tuple[Options, RunFolder]:
-    """The options, from the least to the most specific source, and the folder they belong to."""
+    """The options, merged from all sources, and the folder of the run.
+
+    Flags override the TOML file, which overrides the options of a run that is resumed.
+    """
     given = given_values(request)
     if not goes_on(request):
         return build_options(given, COMMAND_LINE), new_run(request.runs, request.name)
@@ -217,20 +222,20 @@ def resolve(request: Request) -> tuple[Options, RunFolder]:
 
 
 def given_values(request: Request) -> dict[str, Any]:
-    """What the TOML file says, and over it what the flags say."""
+    """The options in the TOML file, overridden by the flags."""
     model = request.flags.get("model", "")
     if ":" in model:
         raise BadInput(
-            f"train trains a GPT of its own, one of {', '.join(PRESETS)}, but got --model {model}; "
-            f"plan a model of your own with fullshard plan --model {model}, and train it with a "
-            "program of your own and fullshard run"
+            f"train expects a preset ({', '.join(PRESETS)}), but got --model {model}; to plan your "
+            f"own model, use fullshard plan --model {model}; to train it, write a program and "
+            "start it with fullshard run"
         )
     flags = {n: checked_value(n, v, COMMAND_LINE) for n, v in request.flags.items()}
     return {**(read_values(request.config) if request.config else {}), **flags}
 
 
 def check_same_model(folder: RunFolder, options: Options) -> None:
-    """Refuse to continue a run with a model that its checkpoint is not of."""
+    """Raise ``BadInput`` if the run's latest checkpoint is of a model with other sizes."""
     try:
         saved = folder.newest_checkpoint()
     except fullshard.CheckpointError as problem:
@@ -242,18 +247,18 @@ def check_same_model(folder: RunFolder, options: Options) -> None:
         if found != wanted:
             raise BadInput(
                 f"{saved.path} is a checkpoint of another model: its {name} is {found}, but "
-                f"{wanted} was asked for; leave --{name} out, or start a new run"
+                f"--{name} {wanted} was given; leave --{name} out, or start a new run"
             )
     check_steps(folder, options, saved.step)
 
 
 def ranks_here(options: Options) -> int:
-    """The ranks of this machine."""
+    """The number of ranks on this machine."""
     return options.ranks or (default_ranks() if device_kind(options) == "cuda" else 2)
 
 
 def device_kind(options: Options) -> str:
-    """What ranks compute on."""
+    """The type of device on which ranks compute: ``cpu`` or ``cuda``."""
     if options.device != "auto":
         return options.device
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,7 +1,7 @@
-"""Training, from top to bottom: what runs on every rank of ``fullshard train``.
+"""The training program of ``fullshard train``, from top to bottom. Every rank runs it.
 
-The launcher starts ``python -m fullshard.cli.trainer.training FOLDER [--resume]``; the folder holds
-the options. Copy this file and ``model.py`` to begin a training program of your own.
+The launcher starts ``python -m fullshard.cli.trainer.training FOLDER [--resume]``; the options are
+in the folder. Copy this file and ``model.py`` to start a training program of your own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard
-from fullshard import CPUOffload, FullyShardedDataParallel
+from fullshard import CPUOffload, FullyShardedDataParallel, StopRequest
 
 from ..data import Text, read_text
 from ..model import GPT, initialize, next_token_loss
@@ -35,18 +35,16 @@ from .rates import learning_rate
 from .reports import Progress, reporter_for
 from .resumption import resumption_in_words
 from .run_folder import RunFolder, skipped_in_silence
-from .sampling import sample_text
-from .stopping import StopRequest
 
 __all__ = ["start_rank", "train"]
 
-#: The step whose memory is measured: by then everything that is made once is made.
+#: The step whose memory is measured: later than all one-time allocations.
 _MEASURED_STEP = 3
 _PROMPT = b"def "
 
 
 def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) -> None:
-    """Train, save, sample. The process group is there; all ranks call this with the same."""
+    """Train, save and sample. All ranks call this, with equal arguments, in a process group."""
     device = device_of_rank(options)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     text = read_text(options.data)
@@ -62,7 +60,7 @@ def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) 
         before = build_options(folder.values(), str(folder.config))
         resumption = resumption_in_words(before, options, done)
         folder.accept_options()
-        folder.forget_metrics_after(done)
+        folder.drop_metrics_after(done)
         subject = gpt_subject(options)
         memory_of_step = predict_memory(subject, options, ranks, device)
         reporter.introduce(text, ranks, resumption, *memory_of_step)
@@ -75,10 +73,10 @@ def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) 
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(options, step)
 
-            with optimizer_params(model, optimizer, device, step - done) as measured:
+            with measured_step(model, optimizer, device, step - done) as measured:
                 own_loss, norm = run_step(model, optimizer, text, options, step, device)
 
-            loss, stopping = agree(own_loss, stop, device)
+            loss, stopping = reduce_loss_and_stop(own_loss, stop, device)
             if measured.peak is not None:
                 memory = largest_of_ranks(measured.peak, device)
             seconds = time.perf_counter() - started
@@ -94,6 +92,7 @@ def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) 
             reporter.saved(step)
 
     if step < options.steps:
+        stop.agreed()  # on the signal: ranks that got none leave with the same status
         reporter.stopped(step)
         return
     sample = sample_text(model, _PROMPT, options.sample, options.sequence, device)
@@ -101,7 +100,7 @@ def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) 
 
 
 def build_model(options: Options, device: torch.device) -> FullyShardedDataParallel:
-    """A GPT in units. It never exists whole: a unit gets its values when it is wrapped."""
+    """Build a wrapped GPT. It is never materialized as a whole: each unit is when it is wrapped."""
     with torch.device("meta"):
         model = GPT(options.size(), options.sequence)
     policy = wrap_policy(model, options.wrap)
@@ -122,9 +121,10 @@ def build_model(options: Options, device: torch.device) -> FullyShardedDataParal
 
 
 def materializer(model: nn.Module, seed: int, device: torch.device) -> Callable[[nn.Module], None]:
-    """Gives a module's own parameters memory and values, which depend on its path and the seed.
+    """Return a function that allocates and initialises a module's own parameters.
 
-    So they are the same on every rank, and however the model is cut into units.
+    Their values depend on the module's path and the seed only, so they are the same on every rank
+    and for every choice of units.
     """
     paths = {module: path for path, module in model.named_modules()}
 
@@ -144,7 +144,10 @@ def run_step(
     step: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, float]:
-    """One step on this rank's part of the batch; returns its loss and the whole gradient's norm."""
+    """Run one step on this rank's part of the batch.
+
+    Returns this rank's loss and the norm of the whole model's gradients.
+    """
     passes = options.accumulate
     size = options.batch // (dist.get_world_size() * passes)
     first = dist.get_rank() * size * passes
@@ -152,7 +155,7 @@ def run_step(
     for start in range(first, first + size * passes, size):
         tokens = text.batch(options.seed, step, range(start, start + size), options.sequence)
         loss = next_token_loss(model, tokens.to(device)) / passes
-        # Reduced after every pass: gradients accumulate in shards, and take no more memory.
+        # Reduced after every pass, without no_sync: gradient shards take less memory.
         loss.backward()
         total += loss.detach()
     norm = model.clip_grad_norm_(options.clip or math.inf)
@@ -161,31 +164,34 @@ def run_step(
     return total, norm.item()
 
 
-def agree(loss: torch.Tensor, stop: StopRequest, device: torch.device) -> tuple[float, bool]:
-    """The mean loss over all ranks, and whether any of them was asked to stop."""
-    told = torch.stack([loss.double(), torch.tensor(float(stop.signal is not None), device=device)])
-    dist.all_reduce(told)
-    return told[0].item() / dist.get_world_size(), told[1].item() > 0
+def reduce_loss_and_stop(
+    loss: torch.Tensor, stop: StopRequest, device: torch.device
+) -> tuple[float, bool]:
+    """Return the mean loss over all ranks, and True if any rank was asked to stop."""
+    sums = torch.stack([loss.double(), torch.tensor(float(stop.signal is not None), device=device)])
+    dist.all_reduce(sums)
+    return sums[0].item() / dist.get_world_size(), sums[1].item() > 0
 
 
 def check_finite(step: int, loss: float, norm: float) -> None:
-    """Refuse to go on with, and to save, parameters that are not numbers.
+    """Raise ``FloatingPointError`` if the loss or the gradient norm is not finite.
 
-    Gradients may be lost a step before the loss is, and the parameters with them.
+    Such a step must not be saved. The gradient norm may be infinite or NaN a step before the loss
+    is, and then the parameters are lost already.
     """
-    for what, value in {"loss": loss, "gradients' norm": norm}.items():
+    for what, value in {"loss": loss, "gradient norm": norm}.items():
         if not math.isfinite(value):
             raise FloatingPointError(
-                f"the {what} is {value} at step {step}; the last checkpoint is from before it. "
-                "Try a lower --learning-rate or more --warmup"
+                f"the {what} is {value} at step {step}, which was not saved. Resume from the "
+                "latest checkpoint with a lower --learning-rate or more --warmup"
             )
 
 
 @contextlib.contextmanager
-def optimizer_params(
+def measured_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, step: int
 ) -> Iterator[Measured]:
-    """Measure the memory of one step early in the run, and of no other: measuring takes time."""
+    """Measure the memory of one early step only, because measuring slows a step down."""
     if step != _MEASURED_STEP:
         yield Measured()
         return
@@ -195,10 +201,29 @@ def optimizer_params(
 
 
 def largest_of_ranks(number: int, device: torch.device) -> int:
-    """The largest of all ranks' numbers."""
+    """Return the maximum of ``number`` over all ranks."""
     largest = torch.tensor(number, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)
+
+
+# -- sampling ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def sample_text(
+    model: nn.Module, prompt: bytes, length: int, context: int, device: torch.device
+) -> str:
+    """Sample ``length`` bytes after ``prompt``. All ranks call this, and get the same text."""
+    generator = torch.Generator(device).manual_seed(0)
+    tokens = torch.tensor([list(prompt)], device=device)
+    for _ in range(length):
+        logits = model(tokens[:, -context:])[0, -1].float()
+        # A temperature below 1 favours likely bytes.
+        probabilities = torch.softmax(logits / 0.8, dim=-1)
+        next_token = torch.multinomial(probabilities, 1, generator=generator)
+        tokens = torch.cat([tokens, next_token[None]], dim=1)
+    return bytes(tokens[0].tolist()).decode("utf-8", errors="replace")
 
 
 # -- checkpoints ----------------------------------------------------------------------------------
@@ -211,7 +236,7 @@ def save(
     options: Options,
     step: int,
 ) -> None:
-    """Save what the next step depends on: data and learning rate follow from the step's number."""
+    """Save a checkpoint. The data and the learning rate of a step follow from its number alone."""
     fullshard.save(
         folder.checkpoints,
         model,
@@ -225,9 +250,10 @@ def save(
 def load(
     folder: RunFolder, model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer
 ) -> int:
-    """Load the newest whole checkpoint, whatever ranks saved it; returns its step, or 0 for none.
+    """Load the latest undamaged checkpoint, saved on any number of ranks; returns its step.
 
-    Damaged ones are skipped with a line for each, and stay where they are.
+    Returns 0 if there is none. Prints a line for each damaged checkpoint that it skips, and leaves
+    these in place.
     """
     try:
         with skipped_in_silence():
@@ -243,14 +269,14 @@ def load(
 
 
 def unusable(problem: fullshard.CheckpointError) -> BadInput:
-    """What to do about checkpoints of which none can be loaded."""
+    """The error for a folder in which no checkpoint can be loaded."""
     if problem.advises:
         return BadInput(str(problem))
-    return BadInput(f"{problem}; remove its folder to continue from the checkpoint before it")
+    return BadInput(f"{problem}; remove its folder to resume from the checkpoint before it")
 
 
 def model_facts(options: Options) -> dict[str, int]:
-    """What a checkpoint's model must have in common with the one that loads it."""
+    """The sizes that have to be equal in a checkpoint and in the model that loads it."""
     size = options.size()
     return {
         "layers": size.layers,
@@ -264,7 +290,7 @@ def model_facts(options: Options) -> dict[str, int]:
 
 
 def start_rank(options: Options) -> None:
-    """Join the other ranks, as the launcher's environment variables say."""
+    """Initialise the process group from the launcher's environment variables."""
     device = device_of_rank(options)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -272,7 +298,7 @@ def start_rank(options: Options) -> None:
 
 
 def device_of_rank(options: Options) -> torch.device:
-    """One GPU per rank; the CPU where there is none, or where it was asked for."""
+    """The device of this rank: a GPU of its own, or the CPU if there is none or on request."""
     wanted = options.device
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
@@ -282,17 +308,18 @@ def device_of_rank(options: Options) -> torch.device:
 
 
 def was_restarted() -> bool:
-    """Whether the launcher started this rank again after a failure."""
+    """Return True if the launcher has restarted this rank after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def main(folder: RunFolder, resume: bool) -> None:
-    """Train with the options in ``folder``; after a failure go on from the last checkpoint."""
+    """Train with the options in ``folder``; after a failure, resume from the latest checkpoint."""
     options = folder.options()
     with StopRequest() as stop:
         start_rank(options)
         train(options, folder, resume or was_restarted(), stop)
     dist.destroy_process_group()
+    sys.exit(stop.exit_status)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which ranks share shards and which keep copies: from what the user gave to two groups."""
+"""Process groups: from what the user gave to the group of shards and the group of copies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ProcessGroups(NamedTuple):
 
     @property
     def argument(self) -> Any:
-        """What to pass as ``process_group`` so that a nested unit uses the same groups."""
+        """The ``process_group`` argument with which a nested unit uses the same groups."""
         return self.shards if self.copies is None else (self.shards, self.copies)
 
 
@@ -145,7 +145,7 @@ def _by_node(world: Any, node: int) -> ProcessGroups:
 
 
 def is_alive(group: Any) -> bool:
-    """Whether ``group`` is a process group that nobody has destroyed."""
+    """True if ``group`` is a process group that nobody has destroyed."""
     return group in dist.distributed_c10d._world.pg_map
 
 

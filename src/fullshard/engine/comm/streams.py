@@ -1,10 +1,10 @@
-"""What one kind of device has and another lacks: streams and events.
+"""Streams and events of an accelerator, and their no-op counterparts on a host.
 
-The engine speaks of three lines of work: *compute* (the user's current stream), *gather* and
-*reduce*. On a CPU they are one and the same and nearly everything here is a no-op.
+The engine uses three streams: *compute* (the user's current stream), *gather* and *reduce*. On a
+CPU they are one and the same and nearly everything here is a no-op.
 
 Note: memory and streams
-    Full buffers are allocated on the gather line. When compute is done with one, its block may
+    Full buffers are allocated on the gather stream. When compute is done with one, its block may
     serve the next gather, which must then wait for that compute. With prefetching that is fine:
     gather(u+1) is given out before compute(u) and waits for compute(u-1). Without, it is given
     out after compute(u); were u's block handed out at once, it would wait for compute(u) and
@@ -13,10 +13,10 @@ Note: memory and streams
     ahead it asks for no more: that is what ``limit_all_gathers`` promises. Without the limit the
     allocator holds a block back until compute has passed it, and no gather waits.
 
-    Reduce buffers are allocated on the compute line and freed there, after compute has waited for
+    Reduce buffers are allocated on the compute stream and freed there, after compute has waited for
     the reduce that read them; but the first of a backward is left to the allocator as soon as it is
     being reduced, because the activations of nearly all units are still there. A reduce that is one
-    collective has a line of its own in the backend (NCCL's stream); the reduce line here is for
+    collective has a stream of its own in the backend (NCCL's stream); the reduce stream here is for
     those that consist of several steps.
 """
 
@@ -49,9 +49,9 @@ class Releasable(Protocol):
 
 
 class HostStreams:
-    """One line of work: everything happens in the order it is written down."""
+    """One stream: everything happens in the order it is written down."""
 
-    #: Whether work handed to a line may still be running when the call returns.
+    #: Whether work handed to a stream may still be running when the call returns.
     runs_ahead = False
     _nothing = contextlib.nullcontext()
 
@@ -61,49 +61,49 @@ class HostStreams:
             _teach_allocator()
 
     def __reduce__(self) -> Any:
-        """Copies of what uses the lines of a device use the same ones."""
+        """Copies of what uses the streams of a device use the same ones."""
         return streams_for, (self._device,)
 
     def on_gather(self) -> contextlib.AbstractContextManager[Any]:
-        """Work inside the context goes to the gather line."""
+        """Work inside the context goes to the gather stream."""
         return self._nothing
 
     def on_reduce(self) -> contextlib.AbstractContextManager[Any]:
-        """Work inside the context goes to the reduce line."""
+        """Work inside the context goes to the reduce stream."""
         return self._nothing
 
     def gather_may_write(self) -> None:
-        """Order the gather line behind the compute that last used the memory it will get."""
+        """Order the gather stream behind the compute that last used the memory it will get."""
 
     def gather_after_compute(self) -> None:
-        """Order the gather line behind everything compute has been given (an optimizer step)."""
+        """Order the gather stream behind everything compute has been given (an optimizer step)."""
 
     def compute_after_gather(self) -> None:
-        """Order compute behind everything the gather line has been given."""
+        """Order compute behind everything the gather stream has been given."""
 
     def reduce_after_compute(self) -> None:
-        """Order the reduce line behind everything compute has been given."""
+        """Order the reduce stream behind everything compute has been given."""
 
     def compute_after_reduces(self) -> None:
-        """Order compute behind everything the reduce line has been given."""
+        """Order compute behind everything the reduce stream has been given."""
 
     def release_after_reduces(self, buffer: Releasable) -> None:
-        """Release what the reduce line reads, for whoever asks for memory when it has."""
+        """Release what the reduce stream reads, for whoever asks for memory when it has."""
         buffer.release()
 
     def host_after_gathers(self) -> None:
-        """Block the host until the gather line is empty (parameters that rest on the host)."""
+        """Block the host until the gather stream is empty (parameters that rest on the host)."""
 
     def rest_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` in host memory, from where the device can fetch it while it computes."""
         return tensor.to("cpu")
 
     def copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in host memory that the current line fills; the host must wait for it."""
+        """A copy in host memory that the current stream fills; the host must wait for it."""
         return tensor.to("cpu")
 
     def host_after_reduces(self) -> None:
-        """Block the host until the reduce line is empty (gradients that rest on the host)."""
+        """Block the host until the reduce stream is empty (gradients that rest on the host)."""
 
     def lasting_zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for what stays through all of a training, filled with zeros."""
@@ -140,7 +140,7 @@ class AcceleratorStreams(HostStreams):
         self._owed: tuple[Sequence[Releasable], Any] | None = None
         self._reusable_after: Any = None
         # Events are used again, which takes half as long as new ones: what was made to wait for one
-        # waits for what it said then. One is enough for lines that are ordered at once; what a
+        # waits for what it said then. One is enough for streams that are ordered at once; what a
         # gather will wait for later may have to be kept beside what it waits for now.
         self._event = module.Event()
         self._kept_events = [module.Event(), module.Event()]
@@ -266,7 +266,7 @@ class AcceleratorStreams(HostStreams):
 
 
 def _stream_number(device: torch.device) -> Callable[[], int | None]:
-    """What tells the number of the current stream, or None where torch has no way to ask."""
+    """A function that returns the current stream's number, or None where torch cannot tell."""
     ask = getattr(torch._C, f"_{device.type}_getCurrentRawStream", None)
     if ask is None or device.index is None:
         return lambda: None
@@ -293,7 +293,7 @@ _streams: dict[torch.device, HostStreams] = {}
 
 
 def streams_for(device: torch.device) -> HostStreams:
-    """The lines of ``device``; all units on a device share them."""
+    """The streams of ``device``; all units on a device share them."""
     streams = _streams.get(device)
     if streams is None:
         on_host = device.type in ("cpu", "meta")

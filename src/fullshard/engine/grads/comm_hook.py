@@ -66,7 +66,7 @@ def _misfit(function: Callable[..., Any], arguments: Sequence[str]) -> str | Non
 
 
 class Ballot(NamedTuple):
-    """Which parameters of one reduced group this rank used, and what it cannot decide alone."""
+    """The parameters of a reduced group that this rank used, and those it cannot decide on."""
 
     shards: Group
     copies: Group | None
@@ -90,7 +90,7 @@ class Ballot(NamedTuple):
 def reduce_with_hook(
     staged: ReduceInput, hook: CommHook, shards: Group, copies: Group | None, unit: str
 ) -> torch.Tensor:
-    """What the hook makes of the staged gradients: this rank's shard, or all of it.
+    """Have the hook reduce the staged gradients; returns this rank's shard, or all of it.
 
     The hook is called as ``hook(state, full, shard)``, or ``hook(state, full)`` where nothing is
     sharded, and averages over the ranks that share the shards. Where there are copies, the

@@ -82,7 +82,7 @@ class UnreducedGradients(NamedTuple):
 
 
 class Average(NamedTuple):
-    """How gradients become the mean over all ranks.
+    """Turns gradients into their mean over all ranks.
 
     The backend does it (``in_collective``), or they are divided before and after they are summed.
     """

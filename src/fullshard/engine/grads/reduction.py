@@ -1,4 +1,4 @@
-"""What becomes of one unit's gradients: staged, reduced, put where the optimizer looks.
+"""Reduces one unit's gradients: stages them, reduces them, delivers them to the optimizer.
 
 The counterpart of ``unit.py``, which does the same for parameters; ``backward.py`` decides when,
 and ``gradients.py`` does it for one group.
@@ -185,7 +185,7 @@ class Reduction:
 
     @property
     def may_run_behind_compute(self) -> bool:
-        """Whether a host may sum gradients while the next unit's backward computes."""
+        """True if a host may sum gradients while the next unit's backward computes."""
         return self._unit.plan.reduces_behind_compute and self.comm_hook is None
 
     def start(self) -> None:
@@ -247,10 +247,10 @@ class Reduction:
 
     @property
     def _is_one_collective(self) -> bool:
-        """Whether to reduce is to launch one operation, for which a device waits, not the host.
+        """True if reducing is one collective, for which the device waits and not the host.
 
-        It has a line of its own in the backend, and nothing has to follow it there. Otherwise the
-        reduce line is needed: to sum over copies, to bring gradients to the host.
+        The collective has a stream of its own in the backend, and nothing has to follow it there.
+        Otherwise the reduce stream is needed: to sum over copies, to bring gradients to the host.
         """
         unit = self._unit
         more = unit.copies is not None or self.comm_hook is not None or unit.offloads
@@ -273,7 +273,7 @@ class Reduction:
             flow.settle(undecided)
 
     def take_ballots(self) -> list[Ballot]:
-        """What the ranks have to vote on, once."""
+        """Hand out, once, what the ranks have to vote on."""
         ballots, self.ballots = self.ballots, []
         return ballots
 

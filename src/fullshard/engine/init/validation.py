@@ -1,4 +1,4 @@
-"""What cannot be sharded, said before anything is changed, with the path of what it is."""
+"""Refuses modules and parameters that cannot be sharded, by path, before anything changes."""
 
 from __future__ import annotations
 

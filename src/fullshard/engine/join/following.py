@@ -1,4 +1,4 @@
-"""What a rank without data does of a step: it lends its shards and takes its gradients."""
+"""A rank without data follows the others' step: it lends its shards and takes its gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of gradients after a backward: cleared, kept, or changed by the user.
+"""Notices whether the user cleared, kept or changed gradients after a backward.
 
 Ranks that have run out of data (``joining.py``) hold shards of the same gradients and have to do
 the same to theirs. Programs clear gradients in many ways, and not only after a step: so nobody is
@@ -17,7 +17,7 @@ from ..params.tensor_parallel import local_part
 
 
 class Since(Enum):
-    """What was done to the gradients of an optimizer since the last backward."""
+    """The user's changes to the gradients of an optimizer since the last backward."""
 
     #: This rank had none, and cannot tell.
     UNKNOWN = "unknown"
@@ -53,7 +53,7 @@ class GradientMarks:
         ]
 
     def since(self, number: int) -> Since:
-        """What was done to those of one optimizer since they were noted."""
+        """The user's changes to one optimizer's gradients since they were noted."""
         marks = self._marks[number]
         if not marks:
             return Since.UNKNOWN
@@ -68,5 +68,5 @@ class GradientMarks:
 
 
 def _look_at(gradient: torch.Tensor) -> tuple[int, int]:
-    """Where it is, and how often it was written to."""
+    """A tensor's address and version, by which changes are noticed."""
     return local_part(gradient).data_ptr(), gradient._version

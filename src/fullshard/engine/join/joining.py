@@ -28,7 +28,6 @@ import torch.distributed as dist
 
 from ..comm.collectives import Group
 from ..comm.order_check import LAST_RESORT, PATIENCE, Agreement, RanksDisagreeError, agreement_for
-from ..comm.pending_work import PendingWork
 from .gradient_marks import GradientMarks, Since
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ _rounds: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class Word(NamedTuple):
-    """What a rank is told to do, to which of the units, and with what."""
+    """An instruction to a rank without data: what to do, to which unit, with which details."""
 
     verb: str
     unit: int | None = None
@@ -159,7 +158,7 @@ class CountingGroup(dist.ProcessGroup):
     def _count(self, tensors: list[torch.Tensor], options: Any) -> None:
         self._before(tensors[0])
         # Here, as one waits for other collectives: Join itself would not look at the others.
-        self._group.wait(PendingWork(self._group.group.allreduce(tensors, options)))
+        self._group.wait(self._group.pending(self._group.group.allreduce(tensors, options)))
 
     def raise_error(self) -> None:
         """Raise what went wrong."""
@@ -172,7 +171,7 @@ class CountingGroup(dist.ProcessGroup):
 
 
 class _Done:
-    """What has been waited for."""
+    """A work that has completed."""
 
     def wait(self) -> bool:
         """Return at once."""
@@ -255,11 +254,11 @@ class Joining:
             self.tell("gradients", detail=self.became_of_gradients())
 
     def became_of_gradients(self) -> dict[int, Since]:
-        """What was done since the last backward to every optimizer's gradients, by its number."""
+        """The changes to every optimizer's gradients since the last backward, by its number."""
         return {number: self._marks.since(number) for number in self._marks.optimizers}
 
     def since_backward(self, number: int) -> Since | None:
-        """What was done to an optimizer's gradients, if there is anybody to be told."""
+        """The changes to an optimizer's gradients, if there is a rank to be told of them."""
         return self._marks.since(number) if self._some_follow else None
 
     def tell_of_step(self, number: int, options: Any, since: Since | None) -> None:

@@ -53,7 +53,7 @@ class ReduceBuffer(FlatBuffer):
 
     @functools.cached_property
     def gaps(self) -> list[torch.Tensor]:
-        """What lies between the places, for those to whom its content matters."""
+        """The padding between the places, for reductions that read it."""
         return [self.alias[start:end] for start, end in self._layout.gaps()]
 
     @functools.cached_property
@@ -121,7 +121,7 @@ class FullBuffer(FlatBuffer):
         """Bring what was gathered to where full parameters are; nothing, where it is there."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in this buffer, so that it dies with it."""
+        """True if ``tensor`` lies in this buffer, so that it dies with it."""
         start = self._storage.data_ptr()
         if start == 0:
             return False
@@ -163,7 +163,7 @@ def _leave_as_it_is() -> None:
 
 
 def any_holds(buffers: Sequence[FullBuffer], tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` lies in one of ``buffers``, so that it dies with it."""
+    """True if ``tensor`` lies in one of ``buffers``, so that it dies with it."""
     return True in [buffer.holds(tensor) for buffer in buffers]
 
 

@@ -1,4 +1,4 @@
-"""How original parameters become one flat buffer, or a rank's part of one."""
+"""Copies original parameters into one flat buffer, or into a rank's shard of it."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _EXHAUST: Callable[[Iterable[Any]], None] = collections.deque(maxlen=0).extend
 
 
 class Dtypes(NamedTuple):
-    """What a group is kept, computed and reduced in."""
+    """The dtypes in which a group is kept, computed and reduced."""
 
     shard: torch.dtype
     compute: torch.dtype
@@ -260,7 +260,7 @@ class FlatParamHandle:
         return self.layout.metadata(self.flat_param._shard_param_infos)
 
     def distribution(self, index: int) -> Distribution | None:
-        """How tensor parallelism distributed a parameter, if it did."""
+        """The distribution that tensor parallelism gave a parameter; None if it gave none."""
         return self.distributions[index] if self.distributions else None
 
     def whole_shape(self, index: int) -> torch.Size:
@@ -283,7 +283,7 @@ class FlatParamHandle:
         _EXHAUST(map(operator.setitem, self._containers, self._keys, self._visible))
 
     def shows(self, tensors: Sequence[torch.Tensor], buffer: FullBuffer) -> bool:
-        """Whether exactly these objects are in place, still lying in ``buffer``."""
+        """True if exactly these objects are in place, still lying in ``buffer``."""
         expected = map(tensors.__getitem__, self._indices)
         found = map(operator.getitem, self._containers, self._keys)
         if any(map(operator.is_not, found, expected)):
@@ -328,7 +328,7 @@ class FlatParamHandle:
                 check_shape("gradient", where, self._expected[index], gradient)
 
     def where(self, parameter: nn.Parameter) -> ParameterLocation | nn.Module:
-        """What a message names for a parameter: its own place, or the module it stands for."""
+        """The location that a message names for a parameter, or the module that it stands for."""
         places = (p for p, own in zip(self.places, self.params, strict=False) if own is parameter)
         return next((each[0] for each in places), self.module)
 
@@ -398,7 +398,7 @@ class FlatParamHandle:
 
     @property
     def presence(self) -> Presence:
-        """What marks the gradients of this rank in a flat buffer that is about to be reduced."""
+        """The marks for this rank's gradients in a flat buffer that is about to be reduced."""
         if self._presence is None:
             self._presence = Presence(self.layout, self.dtypes.reduce, self.device)
         return self._presence
@@ -434,7 +434,7 @@ class FlatParamHandle:
 
     @property
     def keeps_local_gradients(self) -> bool:
-        """Whether there are unreduced gradients: the user may have cleared them since."""
+        """True if there are unreduced gradients: the user may have cleared them since."""
         return self.local_gradients and any(p.grad is not None for p in self.optimizer_params)
 
     @property
@@ -446,18 +446,18 @@ class FlatParamHandle:
 
     @property
     def is_cut(self) -> bool:
-        """Whether this rank's shard is less than the whole flat buffer."""
+        """True if this rank's shard is less than the whole flat buffer."""
         return self.is_sharded and self.layout.world_size > 1
 
     @property
     def has_trainable(self) -> bool:
-        """Whether any of them does."""
+        """True if any parameter takes part in training now."""
         return any(map(REQUIRES_GRAD, self.optimizer_params))
 
     # -- copies and pickles -------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a handle is, without the views and buffers that follow from it."""
+        """The handle's state, without the views and buffers that follow from it."""
         buffers = {"full_buffers", "reduce_buffers", "_presence"}
         views = {"sharded", "_containers", "_keys", "_visible", "watched", "_expected"}
         derived = {*buffers, *views, "_received", "receive", "forget_received"}

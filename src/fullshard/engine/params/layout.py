@@ -1,4 +1,4 @@
-"""Where each parameter lies in its group's flat buffer, and which part each rank owns.
+"""The flat layout: each parameter's offset in its group's flat buffer, and each rank's part.
 
 Pure integers: no tensors, no process group. Three parameters of 21, 35 and 25 fp32 elements,
 each but the last padded to 16 bytes, over two ranks:
@@ -109,7 +109,7 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def contiguous_in_memory(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements lie one after another; the stride of a dimension of size 1 is irrelevant."""
+    """True if elements lie one after another; the stride of a dimension of size 1 is irrelevant."""
     if 0 in shape:
         return True
     expected = zip(shape, stride, _contiguous_stride(shape), strict=True)
@@ -228,7 +228,7 @@ class Layout:
 
 
 def alignment_elements(itemsize: int) -> int:
-    """How many elements of ``itemsize`` bytes make up one alignment step."""
+    """The number of elements of ``itemsize`` bytes in one alignment step."""
     return max(1, ALIGNMENT_BYTES // itemsize)
 
 

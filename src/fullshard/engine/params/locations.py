@@ -1,4 +1,4 @@
-"""Where parameters hang in the module tree, and the containers in which they are swapped.
+"""The attributes through which modules reach parameters, and the containers to swap them in.
 
 A parameter is swapped by assigning into ``module._parameters`` (or ``module.__dict__`` when only
 the flat parameter is registered), never by ``setattr``: the step's path pays 0.04 µs for it
@@ -61,7 +61,7 @@ def _leave_in_place() -> None:
 def containers_of(
     places: Sequence[Sequence[ParameterLocation]], registered: bool
 ) -> tuple[list[Any], list[Any], list[int]]:
-    """What to assign to when parameters change their form: containers, keys, parameters' indices.
+    """Containers, keys and parameters' indices by which parameters are swapped.
 
     A container is ``module._parameters``, or ``module.__dict__`` when only the flat parameter is
     registered.

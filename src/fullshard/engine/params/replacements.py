@@ -63,7 +63,7 @@ def refuse_tie(place: ParameterLocation, shown: torch.Tensor, found: torch.Tenso
 
 
 def _is_copy(found: object, view: torch.Tensor, views: Sequence[torch.Tensor]) -> bool:
-    """Whether ``found`` is the view again, as a copy of the model may come by: the same memory."""
+    """True if ``found`` is the view again, as a copy of the model may come by: the same memory."""
     return (
         isinstance(found, torch.Tensor)
         and found.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()

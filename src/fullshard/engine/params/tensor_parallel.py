@@ -30,7 +30,7 @@ from .locations import find_locations
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Distribution:
-    """How the local parts of a parameter, one per rank of ``mesh``, make up the whole one."""
+    """The way in which local parts of a parameter, one per rank of ``mesh``, make up the whole."""
 
     mesh: Any
     placements: tuple[Any, ...]
@@ -39,7 +39,7 @@ class Distribution:
 
     @classmethod
     def of(cls, tensor: Any) -> Distribution:
-        """How a DTensor is distributed."""
+        """The distribution of a DTensor."""
         return cls(tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Distribution:
@@ -114,7 +114,7 @@ Distributions = Sequence[Distribution | None]
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Whether ``tensor`` is a DTensor; where nobody has imported them, there are none."""
+    """True if ``tensor`` is a DTensor; where nobody has imported them, there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

@@ -70,7 +70,7 @@ def _marks_at(starts: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 
 def piece_starts(layout: Layout, present: Sequence[bool] | None) -> list[int]:
-    """Where each rank's piece of each present parameter begins; None for all of them."""
+    """The offsets at which each rank's piece of each present parameter begins; None means all."""
     return layout.piece_starts(present)
 
 
@@ -89,7 +89,7 @@ _FEW = 4
 
 @functools.lru_cache(maxsize=256)
 def find_grid(layout: Layout) -> UnusedParameterGrid | None:
-    """What marks every rank's piece of every parameter; None where too many pieces are small."""
+    """A grid that marks every rank's piece of every parameter; None if too many are small."""
     pieces = [
         (start, min(slot.end, (start // layout.shard_numel + 1) * layout.shard_numel))
         for slot in layout.slots

@@ -122,7 +122,7 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def is_handed_out(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a full parameter of some unit, as autograd knows it.
+    """True if ``tensor`` is a full parameter of some unit, as autograd knows it.
 
     Its gradients need nothing of the unit to be computed. And it is there for all forwards: what
     is hung on it by each of them stays.
@@ -131,7 +131,7 @@ def is_handed_out(tensor: torch.Tensor) -> bool:
 
 
 def holds_reentrant_checkpoint(tensors: Iterable[torch.Tensor], after: int) -> bool:
-    """Whether a reentrant checkpoint is among the nodes, born since ``after``, of ``tensors``.
+    """True if a reentrant checkpoint is among the nodes, born since ``after``, of ``tensors``.
 
     Its backward runs a part of the module again, with parameters that the graph around it does
     not mention.
@@ -152,7 +152,7 @@ def holds_reentrant_checkpoint(tensors: Iterable[torch.Tensor], after: int) -> b
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward on this thread."""
+    """True if autograd is running a backward on this thread."""
     return graph_task() != -1
 
 

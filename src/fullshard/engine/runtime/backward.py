@@ -91,7 +91,7 @@ class Backward:
     # -- what forward tells -------------------------------------------------------------------
 
     def has_run_since_pass(self) -> bool:
-        """Whether there was a backward since this was last asked, when a pass begins."""
+        """True if there was a backward since this was last asked, when a pass begins."""
         since_pass, self._since_pass = self._since_pass, False
         return since_pass
 
@@ -259,7 +259,7 @@ class Backward:
             self._unsharded.reshard(unit)
 
     def _pins(self, residency: Residency) -> bool:
-        """Whether a backward that follows needs the full parameters in the memory they are in."""
+        """True if a backward that follows needs the full parameters in the memory they are in."""
         if self._creates_graph or residency.reason is not Reason.PINNED:
             return self._creates_graph
         return self._keeps_graph or len(self._pending_graphs) > 0

@@ -61,7 +61,7 @@ class Schedule:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no forward and no backward is running."""
+        """True if no forward and no backward is running."""
         return self.depth == 0 and not self._backward.is_running
 
     @property
@@ -71,7 +71,7 @@ class Schedule:
 
     @property
     def has_run(self) -> bool:
-        """Whether a forward has ended."""
+        """True if a forward has ended."""
         return bool(self._previous_order) or (bool(self._order) and self.depth == 0)
 
     def rest(self, unit: Unit | None = None) -> None:
@@ -89,7 +89,7 @@ class Schedule:
         self._backward.await_clean_up()
 
     def wait_until_idle(self) -> bool:
-        """Whether no forward and no backward is running, once one that raised is cleaned up.
+        """True if no forward and no backward is running, once one that raised is cleaned up.
 
         May block for up to half a second, while another thread cleans up.
         """
@@ -282,7 +282,7 @@ class Schedule:
                 self._residencies[unit].leave_to_backward(versions)
 
     def _begins_backward(self, unit: Unit) -> bool:
-        """Whether the unit is among those with which backward begins, if the pass repeats the last.
+        """True if the unit is among those with which backward begins, if the pass repeats the last.
 
         Not if another unit ran inside of this one, nor if this one will run again.
         """
@@ -377,7 +377,7 @@ class Schedule:
                 self._unsharded.prefetch(following, full_precision, versions)
 
     def _may_be_changed(self, unit: Unit) -> bool:
-        """Whether something may change the shards of ``unit`` before it runs, unnoticed.
+        """True if something may change the shards of ``unit`` before it runs, unnoticed.
 
         A hook that runs before its forward may. So may the model itself where it trains, in the
         middle of forward, if they are an average of trained parameters, which is frozen.

@@ -112,7 +112,7 @@ class SideOutputs:
         ]
 
     def _is_of_interest(self, value: Any) -> bool:
-        """Whether there is such a tensor, or a place that a later forward may put one in."""
+        """True if there is such a tensor, or a place that a later forward may put one in."""
         if isinstance(value, (int, float)):
             return value == 0 and value is not False
         if value is None:
@@ -130,12 +130,12 @@ def _inside(container: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> Collecti
 
 
 def _are_to_come(items: Collection[Any]) -> bool:
-    """Whether each of them, if there are any, stands for a value to come."""
+    """True if each of them, if there are any, stands for a value to come."""
     return all(item is None or (type(item) in (int, float) and item == 0) for item in items)
 
 
 def _visible(name: str, value: Any) -> Any:
-    """What is looked at of an attribute: of a private one tensors, alone or in a list or dict.
+    """The part of an attribute's value to look at; of a private one, tensors and containers.
 
     Its other objects may lead anywhere, to the whole model, and to look there would take for ever.
     """
@@ -173,7 +173,7 @@ def _nobody() -> None:
 
 
 def _is_users(hook: Any) -> bool:
-    """Whether a hook may keep what it is shown: those that are torch's own do not."""
+    """True if a hook may keep what it is shown: those that are torch's own do not."""
     module = getattr(hook, "__module__", None) or ""
     return not module.startswith("torch.")
 
@@ -248,6 +248,6 @@ def _let_past(gradient: torch.Tensor) -> None:
 
 
 def _leads_into(tensor: torch.Tensor, birth: int) -> bool:
-    """Whether gradients of ``tensor`` come into what a forward computed that began at ``birth``."""
+    """True if gradients of ``tensor`` come into what a forward computed that began at ``birth``."""
     node = tensor.grad_fn
     return not (node is None or type(node) is PARAMETER_NODE or node._sequence_nr() < birth)

@@ -39,7 +39,7 @@ _KEPT_FOR_BACKWARD = 2
 
 @dataclasses.dataclass(frozen=True)
 class UnitOptions:
-    """What the user asked for, for one unit."""
+    """The options that the user gave for one unit."""
 
     strategy: ShardingStrategy
     mixed_precision: MixedPrecision
@@ -62,12 +62,12 @@ class UnitOptions:
 
     @functools.cached_property
     def is_sharded(self) -> bool:
-        """Whether a rank keeps a part of the parameters only."""
+        """True if a rank keeps a part of the parameters only."""
         return self.strategy is not ShardingStrategy.NO_SHARD
 
 
 class AfterForward(Enum):
-    """What becomes of a unit's full parameters when its forward ends and a backward will come."""
+    """The fate of a unit's full parameters when its forward ends and a backward will come."""
 
     #: Their memory is given back.
     RESHARD = auto()
@@ -79,7 +79,7 @@ class AfterForward(Enum):
 
 @dataclasses.dataclass(frozen=True)
 class UnitPlan:
-    """What is decided for one unit once and for all; the step's path looks it up."""
+    """The decisions for one unit, made once; the step's path looks them up."""
 
     #: Whether the next unit is all-gathered while this one computes forward: in training, where a
     #: backward may follow, and in evaluation.
@@ -104,7 +104,7 @@ class UnitPlan:
     def after_forward(
         self, *, is_outermost: bool, forwards_left: int | None, holds_copy: bool
     ) -> AfterForward:
-        """What becomes of the full parameters when a forward ends and a backward will come.
+        """Decide on the full parameters when a forward ends and a backward will come.
 
         ``forwards_left`` counts the forwards that remain of the expected order, this one included;
         None where another unit ran inside of this one, or where the order is not known.
@@ -139,7 +139,7 @@ class Policy:
     runs_ahead: bool
 
     def plan(self, unit: UnitOptions) -> UnitPlan:
-        """What is decided for a unit by its options alone.
+        """Decide all that follows from a unit's options alone.
 
         An accelerator overlaps what it is given without being told, so it prefetches in forward
         only if it is asked to. A host gathers ahead unasked where that takes no more memory than
@@ -173,7 +173,7 @@ class Policy:
         )
 
     def units_ahead(self, units_left: int, *, is_first: bool, keeps_all: bool) -> int:
-        """How many of the following units are all-gathered by a unit that prefetches in forward.
+        """The number of following units that a unit prefetches in forward.
 
         ``keeps_all``: all units stay unsharded until backward. A host then begins with all of them
         at once: they will be there at the end of forward, when memory is scarcest, and the sooner
@@ -184,7 +184,7 @@ class Policy:
         return min(units_left, 1)
 
     def may_prefetch_in_backward(self, following: UnitOptions, *, is_first: bool) -> bool:
-        """Whether the unit that is next in backward is all-gathered ahead.
+        """True if the unit that is next in backward is all-gathered ahead.
 
         A copy of whole shards is made in no time. At the beginning of a backward, when what the
         loss needs takes the most memory, there is none to spare for it.
@@ -193,12 +193,12 @@ class Policy:
 
     @functools.cached_property
     def checks_for_changes(self) -> bool:
-        """Whether parameters are looked at for changes since they were gathered ahead, unasked."""
+        """True if prefetched parameters are compared with the user's before they are used."""
         return not self.runs_ahead
 
     @functools.cached_property
     def waits_for_prefetch(self) -> bool:
-        """Whether a prefetch is waited for before autograd can reach the unit that it is for.
+        """True if a prefetch is waited for before autograd can reach the unit that it is for.
 
         Autograd may reach it by tensors that the unit keeps where nobody finds them. An accelerator
         is not made to wait: it would lose what overlaps at the beginning of a backward.
@@ -207,7 +207,7 @@ class Policy:
 
     @functools.cached_property
     def reduces_at_once(self) -> bool:
-        """Whether gradients are reduced as they arrive: an accelerator overlaps that itself.
+        """True if gradients are reduced as they arrive: an accelerator overlaps that itself.
 
         A host waits for the next event of the backward. By then autograd has let go of the full
         gradients, and the memory that the reduce takes is theirs.

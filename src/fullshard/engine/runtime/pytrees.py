@@ -52,7 +52,7 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
 
 
 def list_tensors(value: Any) -> list[torch.Tensor]:
-    """What :func:`tensors_in` finds; quickly where it is a tensor itself, as it mostly is."""
+    """The tensors that :func:`tensors_in` finds; quick if ``value`` is itself a tensor."""
     return [value] if isinstance(value, torch.Tensor) else list(tensors_in(value))
 
 

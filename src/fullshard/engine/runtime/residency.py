@@ -117,7 +117,7 @@ class Residency:
         return self.requested_versions is not None
 
     def serves_next_pass(self, versions: Callable[[], list[int]], any_changed: bool) -> bool:
-        """Whether a pass that begins may use what is there: the rest was for a backward that has
+        """True if a pass that begins may use what is there: the rest was for a backward that has
         not come, and parameters may have changed since.
 
         ``versions`` are those of the unit's parameters now; ``any_changed`` says whether parameters

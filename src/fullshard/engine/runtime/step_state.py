@@ -1,4 +1,4 @@
-"""How far each unit is in the running step: what is kept per unit and per forward call.
+"""The progress of each unit in the running step, per unit and per forward call.
 
 Why a unit is unsharded is not kept here, but in ``residency.py``.
 """
@@ -32,7 +32,7 @@ class ForwardCall:
 
 
 class StepState:
-    """What forward and backward keep per unit."""
+    """The progress of one unit through a forward and a backward."""
 
     __slots__ = (
         "active",

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ..comm.collectives import Group
-from ..comm.pending_work import PendingWork, kept_alive
+from ..comm.pending_work import kept_alive
 from ..comm.streams import streams_for
 from ..grads.gradients import Gradients
 from ..grads.reduction import Reduction
@@ -48,7 +48,7 @@ OnGradients = Callable[["Unit", Sequence[Gradients]], None]
 
 
 class State(Enum):
-    """Where a unit's full parameters are."""
+    """The state of a unit's full parameters."""
 
     SHARDED = auto()
     UNSHARDING = auto()
@@ -101,7 +101,7 @@ class Unit:
         #: The user's functions that are called before a forward of the unit.
         self.pre_hooks: Mapping[int, Any] = {}
         self._on_gradients: OnGradients | None = None
-        self._all_gathers: list[PendingWork] = []
+        self._all_gathers: list[Any] = []
         #: Whether a full buffer is being filled without a collective, from a whole shard.
         self._copies_shards = False
         #: Whether what is being all-gathered has to be copied to the full parameters.
@@ -187,12 +187,12 @@ class Unit:
 
     @functools.cached_property
     def offloads(self) -> bool:
-        """Whether shards and gradients rest on the host, away from where the unit computes."""
+        """True if shards and gradients rest on the host, away from where the unit computes."""
         return any(handle.offload for handle in self.handles)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a rank keeps a part of the parameters only."""
+        """True if a rank keeps a part of the parameters only."""
         return self.options.is_sharded
 
     @property
@@ -201,7 +201,7 @@ class Unit:
 
     @property
     def holds_a_copy(self) -> bool:
-        """Whether the full buffers are a copy, in another precision or place, of whole shards."""
+        """True if the full buffers are a copy, in another precision or place, of whole shards."""
         return not self.is_sharded and any(not buffer.is_standing for buffer in self.full_buffers)
 
     def versions(self) -> list[int]:
@@ -209,15 +209,15 @@ class Unit:
         return [*map(_VERSION, chain.from_iterable(map(_VERSIONED, self.handles)))]
 
     def was_changed_since(self, versions: list[int] | None) -> bool:
-        """Whether parameters were changed in place since ``versions`` were noted, if they were."""
+        """True if parameters were changed in place since ``versions`` were noted, if they were."""
         return versions is not None and versions != self.versions()
 
     def lends(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in memory that goes when the full parameters go."""
+        """True if ``tensor`` lies in memory that goes when the full parameters go."""
         return any_holds(self.full_buffers, tensor)
 
     def made(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` may lead autograd into this unit, and is not a parameter."""
+        """True if ``tensor`` may lead autograd into this unit, and is not a parameter."""
         return tensor.grad_fn is not None and not (is_handed_out(tensor) or self.lends(tensor))
 
     def forget_views(self) -> None:
@@ -344,7 +344,8 @@ class Unit:
         """Agree with the other ranks that the unit, which was prefetched on a guess, runs."""
         if self.joining is not None:
             self.joining.tell("run", self)
-        self.shards.agree("run", self.name)
+        if self.shards.checks_order:
+            self.shards.agree("run", self.name)
 
     # -- showing parameters ---------------------------------------------------------------------
 
@@ -373,7 +374,7 @@ class Unit:
             self.shows_full, self._shown = False, []
 
     def shows_what_it_unsharded(self) -> bool:
-        """Whether nobody replaced the full parameters since they were put in place."""
+        """True if nobody replaced the full parameters since they were put in place."""
         return all(
             handle.skip_writeback_check or handle.shows(full, buffer)
             for handle, full, buffer in zip(

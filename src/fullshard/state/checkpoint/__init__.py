@@ -1,4 +1,7 @@
-"""Checkpoints for people: saving, loading and finding them. On torch.distributed.checkpoint."""
+"""Checkpoints in folders: ``save``, ``load``, ``resume``, ``latest``.
+
+Tensors are saved and loaded by ``torch.distributed.checkpoint``.
+"""
 
 from .errors import CheckpointError
 from .loading import Checkpoint, latest, load, resume

@@ -20,23 +20,23 @@ _TAIL = b"}\n"
 _BLOCK = 2**20
 
 
-def write_sealed(path: Path, content: Any) -> None:
-    """Write ``content`` and see it safely on the disk."""
+def write_checksummed(path: Path, content: Any) -> None:
+    """Write ``content`` with its checksum, and sync the file to disk."""
     body = json.dumps(content, separators=(",", ":"))
     with open(path, "w", encoding="utf-8") as file:
-        file.write(_seal(body))
+        file.write(_with_checksum(body))
         file.flush()
         os.fsync(file.fileno())
 
 
-def read_sealed(path: Path) -> Any:
-    """The content of a sealed file; raise DamagedCheckpoint, with its name, if it was changed.
+def read_checksummed(path: Path) -> Any:
+    """Return the content of a file; raise DamagedCheckpoint, with its name, if it was changed.
 
-    What the content means is not looked at here.
+    The meaning of the content is not checked here: see ``schema.py``.
     """
     try:
         with opened(path) as file:
-            body = _sealed_body(file, path)
+            body = _checked_body(file, path)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -44,23 +44,25 @@ def read_sealed(path: Path) -> Any:
     try:
         return json.loads(body.decode("utf-8"))
     except ValueError as error:
-        raise DamagedCheckpoint(f"{path} is damaged: its content is no JSON: {error}") from None
+        raise DamagedCheckpoint(f"{path} is damaged: its content is not JSON: {error}") from None
     except RecursionError:
         raise DamagedCheckpoint(f"{path} is damaged: its content is nested too deeply") from None
 
 
-def _sealed_body(file: BinaryIO, path: Path) -> bytes:
-    """The bytes that the seal is of. They take memory only when the seal is known to fit them."""
+def _checked_body(file: BinaryIO, path: Path) -> bytes:
+    """The bytes of the content, which are read into memory only if their checksum matches."""
     beginning = file.read(_LONGEST_HEAD)
     version, head = _VERSION.match(beginning), _HEAD.match(beginning)
     if version is not None and int(version[1]) != FORMAT:
         raise CheckpointError(
-            f"{path} has format {int(version[1])}, and this version of fullshard reads format "
+            f"{path} has format {int(version[1])}, but this version of fullshard reads format "
             f"{FORMAT}"
         )
     end = file.seek(0, os.SEEK_END) - len(_TAIL)
     if head is None or end < head.end():
-        raise DamagedCheckpoint(f"{path} is damaged or no file of a checkpoint: it has no seal")
+        raise DamagedCheckpoint(
+            f"{path} is damaged, or is not a file of a checkpoint: it has no checksum"
+        )
     file.seek(end)
     if file.read() != _TAIL:
         raise DamagedCheckpoint(f"{path} is damaged: its end is missing")
@@ -75,6 +77,6 @@ def _sealed_body(file: BinaryIO, path: Path) -> bytes:
     return file.read(end - head.end())
 
 
-def _seal(body: str) -> str:
+def _with_checksum(body: str) -> str:
     digest = hashlib.sha256(body.encode("utf-8")).hexdigest()
     return f'{{"fullshard":{FORMAT},"sha256":"{digest}","body":{body}}}\n'

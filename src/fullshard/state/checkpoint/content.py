@@ -1,7 +1,7 @@
-"""What of a model and its optimizers a checkpoint holds, and how it is put back.
+"""The state of a model and its optimizers in a checkpoint.
 
-Parameters and optimizer state are sharded tensors under the names of the unwrapped model, so that
-another number of ranks, another wrapping or another strategy finds its own parts in them.
+Parameters and optimizer state are saved as sharded tensors under the names of the unwrapped model,
+so that they can be loaded by another number of ranks, and with another wrapping or strategy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...engine.params.locations import clean_tensor_name
 from ...wrap import is_unit
 from ..model.methods import StateDicts
 from ..model.sharded_tensors import empty_like, is_sharded, shape_of
-from ..optim.conversion import check_fits
+from ..optim.load import check_loadable
 from ..optim.methods import OptimStateDicts
 from ..optim.params import parameter_groups_of
 from . import in_place
@@ -32,14 +32,14 @@ from .manifest import Manifest, Table
 from .plain import entries
 from .storage import empty
 
-#: How many names an error lists.
+#: The number of names that an error lists.
 _SHOWN = 8
-#: What ``nn.Module`` calls the value of ``get_extra_state``, whose shape may change.
+#: The name of ``get_extra_state``'s value in a state dict; its shape may change.
 _EXTRA_STATE = "_extra_state"
 
 
 def optimizers_in(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers given: none, one or several."""
+    """The given optimizers as a list: none, one or several."""
     if optimizer is None:
         return []
     found = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
@@ -53,7 +53,7 @@ def optimizers_in(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def agree_to(verb: str, model: nn.Module) -> None:
-    """Return when all ranks are known to do this next; one that is not is found as in a step."""
+    """Check that all ranks do this next; the order check finds a rank that does not."""
     wrapper: Any = next(filter(is_unit, model.modules()), None)
     if wrapper is not None:
         unit = wrapper._unit
@@ -62,7 +62,7 @@ def agree_to(verb: str, model: nn.Module) -> None:
 
 
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """The sharded state of a model and its optimizers, in the host's memory."""
+    """The sharded state of a model and its optimizers, in host memory."""
     if in_place.is_sharded_in_place(model):
         return in_place.state_of(model, optimizers_in(optimizer))
     with _sharded(model):
@@ -75,7 +75,7 @@ def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def sharded_state(model: nn.Module) -> dict[str, Any]:
-    """The model's own state, for its names, shapes and cuts."""
+    """The model's own sharded state, for its names, shapes and placements."""
     with _sharded(model):
         return dict(model.state_dict())
 
@@ -83,11 +83,11 @@ def sharded_state(model: nn.Module) -> dict[str, Any]:
 def check_optimizers(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], states: Sequence[Any]
 ) -> None:
-    """Raise if an optimizer of this rank is another's; without communication."""
+    """Raise an error if a state does not fit its optimizer; without communication."""
     if in_place.is_sharded_in_place(model):
         return
     for each, found in zip(optimizers, states, strict=True):
-        check_fits(model, parameter_groups_of(model, each), found)
+        check_loadable(model, parameter_groups_of(model, each), found)
 
 
 def put_back(
@@ -96,7 +96,7 @@ def put_back(
     state: Mapping[str, Any],
     states: Sequence[Any],
 ) -> None:
-    """Load a model's and its optimizers' sharded state; nothing, if an optimizer is another's."""
+    """Load the sharded state of a model and its optimizers, or nothing if one does not fit."""
     if in_place.is_sharded_in_place(model):
         in_place.put_back(model, optimizers, state, states)
         return
@@ -120,7 +120,7 @@ def _sharded(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 
 def check_same_model(own: Mapping[str, Any], manifest: Manifest, where: str) -> None:
-    """Raise CheckpointError, with the names that differ, if the checkpoint is another model's."""
+    """Raise CheckpointError if the checkpoint's names or shapes differ from the model's."""
     saved = entries(manifest.content["model"])
     problems = []
     if missing := [name for name in own if name not in saved]:
@@ -135,11 +135,12 @@ def check_same_model(own: Mapping[str, Any], manifest: Manifest, where: str) -> 
         if table is None:
             others.append(name)
         elif table.shape != tuple(shape_of(value)):
-            shapes.append(f"{name} ({table.shape} there, {tuple(shape_of(value))} here)")
+            own_shape = tuple(shape_of(value))
+            shapes.append(f"{name} ({table.shape} in the checkpoint, {own_shape} in the model)")
     if shapes:
         problems.append(f"shapes differ: {_some(shapes)}")
     if others:
-        problems.append(f"these are no tensors there: {_some(others)}")
+        problems.append(f"these are not tensors in the checkpoint: {_some(others)}")
     if problems:
         raise CheckpointError(f"{where} is a checkpoint of another model: {'; '.join(problems)}")
 
@@ -159,10 +160,10 @@ def _some(names: Sequence[str]) -> str:
 
 
 class Targets:
-    """Empty tensors to load a checkpoint's into, by the names that they have in it.
+    """Empty tensors to load a checkpoint's tensors into, by their names in the checkpoint.
 
-    State of an optimizer that has a parameter's shape is cut as the parameter is; all other
-    tensors are read whole by every rank.
+    Optimizer state of a parameter's shape is sharded like the parameter. Every rank reads all
+    other tensors in full.
     """
 
     def __init__(self, own: Mapping[str, Any], manifest: Manifest, checkpoint: Path) -> None:
@@ -173,7 +174,7 @@ class Targets:
         for name, reference in entries(manifest.content["model"]).items():
             if isinstance(reference, dict) and "$tensor" in reference:
                 self._patterns[reference["$tensor"]] = own[name]
-        # What torch.compile adds to names in the model is not in those of optimizer state.
+        # Names of optimizer state do not have the prefixes that torch.compile adds to the model's.
         cleaned = {clean_tensor_name(name): value for name, value in own.items()}
         for optimizer in manifest.content["optimizers"]:
             for parameter, state in entries(optimizer["state"]).items():
@@ -183,7 +184,7 @@ class Targets:
                         self._patterns[reference["$tensor"]] = pattern
 
     def tensor(self, name: str) -> Any:
-        """The tensor that will hold what the checkpoint calls ``name``."""
+        """The tensor into which the checkpoint's tensor ``name`` is loaded."""
         if name not in self.tensors:
             table, pattern = self._tables[name], self._patterns.get(name)
             if pattern is not None and tuple(shape_of(pattern)) == table.shape:

@@ -1,4 +1,4 @@
-"""What is raised when a checkpoint cannot be written or read."""
+"""The errors of checkpoints that cannot be written or read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 class CheckpointError(RuntimeError):
     """A checkpoint is damaged, belongs to another model, or could not be written.
 
-    ``advises`` where the message says what to do about it.
+    ``advises`` is True if the message says what to do about it.
     """
 
     def __init__(self, message: str, advises: bool = False) -> None:
@@ -15,4 +15,4 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """This one checkpoint cannot be read as it was written; an older one may still be whole."""
+    """This checkpoint is not as it was written; an older one may still be whole."""

@@ -1,4 +1,4 @@
-"""``fullshard.export_safetensors``: a model's parameters in files that other tools read."""
+"""``fullshard.export_safetensors``: writes a model's parameters for other tools."""
 
 from __future__ import annotations
 
@@ -16,34 +16,33 @@ from .group import CheckpointGroup
 from .saving import wait_for_running_save
 from .storage import as_in_memory
 
-#: Files are not made larger than this, as is the custom among those who read them.
+#: The usual maximal size of safetensors files.
 FILE_BYTES = 5_000_000_000
 _INDEX = "model.safetensors.index.json"
-#: What an export into a folder may consist of.
+#: The names of the files of an export.
 _EXPORTED = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(_INDEX))
 
 
 def export_safetensors(
     path: str | os.PathLike[str], model: nn.Module, *, file_bytes: int = FILE_BYTES
 ) -> list[Path]:
-    """Write the full parameters and buffers of ``model`` as safetensors; returns the files.
+    """Write the full parameters and buffers of ``model`` as safetensors; return the files.
 
-    To be called by all ranks; the first writes, from the host's memory. ``path`` is a file whose
-    name ends in ``.safetensors``, or a folder, in which ``model.safetensors`` is written: as
-    several files with an index when there is more than ``file_bytes`` of it, in place of what was
-    exported there before. Needs the
-    ``safetensors`` package, which ``fullshard[safetensors]`` installs.
+    All ranks call this; the first one writes, from host memory. ``path`` is a file whose name ends
+    in ``.safetensors``, or a folder. In a folder this writes ``model.safetensors``, or several
+    files with an index if the model has more than ``file_bytes``, and removes an earlier export.
+    It requires the ``safetensors`` package, which ``fullshard[safetensors]`` installs.
 
     >>> fullshard.export_safetensors("exported", model)
     [PosixPath('exported/model.safetensors')]
     """
     wait_for_running_save()
     ranks = CheckpointGroup()
-    ranks.each(_require_package)
+    ranks.on_all_ranks(_require_package)
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     with StateDicts.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
         state = model.state_dict()
-    return ranks.first_decides(lambda: _write(Path(path), _plain(state), file_bytes))
+    return ranks.on_first_rank(lambda: _write(Path(path), _plain(state), file_bytes))
 
 
 def _require_package() -> None:
@@ -51,19 +50,19 @@ def _require_package() -> None:
         import safetensors.torch  # noqa: F401
     except ImportError:
         raise ValueError(
-            "export_safetensors needs the safetensors package: pip install fullshard[safetensors]"
+            "export_safetensors requires the safetensors package. Install fullshard[safetensors]"
         ) from None
 
 
 def _plain(state: dict[str, object]) -> dict[str, torch.Tensor]:
-    """Tensors that share no memory, as the format demands; parameters used twice appear twice."""
+    """Tensors that share no memory, as the format requires; shared parameters are copied."""
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(
-                f"{name} is a {type(value).__name__}: safetensors files hold tensors alone. Leave "
-                "it out of the model's state dict (get_extra_state)"
+                f"{name} is a {type(value).__name__}, and safetensors files contain only tensors. "
+                "Remove it from the model's state dict (get_extra_state)"
             )
         tensor = as_in_memory(value)
         storage = tensor.untyped_storage()
@@ -97,7 +96,7 @@ def _write(path: Path, tensors: dict[str, torch.Tensor], file_bytes: int) -> lis
 
 
 def _remove_others(folder: Path, written: set[str]) -> None:
-    """Take away an earlier export's files, which readers might prefer to the new ones."""
+    """Remove the files of an earlier export, which readers might prefer to the new ones."""
     for entry in folder.iterdir():
         if _EXPORTED.fullmatch(entry.name) and entry.name not in written:
             entry.unlink()

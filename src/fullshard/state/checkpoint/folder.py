@@ -1,17 +1,16 @@
-"""A folder of checkpoints: which is the newest, where the next one goes, and which may go.
+"""A folder of checkpoints: finds the newest, makes room for the next, and removes old ones.
 
 Note: whole or not at all
-    A checkpoint is written into a folder whose name begins with ``.partial-``, its manifest last,
-    and moved to its final name when it is complete; then an index, which lists checkpoints in the
-    order in which they were saved, is replaced by a new one. Both moves are atomic. Whenever a
-    process dies, the last checkpoint in the index is whole; what it left behind is removed by the
-    next save.
+    A checkpoint is written into a folder whose name begins with ``.partial-``, with the manifest
+    last, and renamed when it is complete. Then a new index, which lists checkpoints in the order in
+    which they were saved, replaces the old one. Both renames are atomic. Whenever a process dies,
+    the last checkpoint in the index is whole. The next save removes what the process left behind.
 
-Note: damaged checkpoints stay
-    A checkpoint may be damaged afterwards, by a disk or by hand. It is left for somebody to look
-    at: a save removes none that looks damaged, and none with a note of damage, which is left by
-    who found it when reading the tensors. Such a note means nothing to who looks for a checkpoint
-    to load: the disk may have failed for a moment only.
+Note: damaged checkpoints are kept
+    A checkpoint may be damaged after it was saved, by a disk or by hand. It is kept for somebody to
+    look at: a save removes no checkpoint that looks damaged, and none with a damage note. The note
+    is left by ``resume`` when it finds damage in the tensors. It does not prevent another attempt
+    to load the checkpoint, because the disk may have failed only for a moment.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ import shutil
 import warnings
 from pathlib import Path
 
-from .checksummed import read_sealed, write_sealed
+from .checksummed import read_checksummed, write_checksummed
 from .errors import CheckpointError
 from .inspection import looks_whole
 from .names import (
+    DAMAGE_NOTE,
     INDEX,
     MANIFEST,
-    NOTE_OF_DAMAGE,
     PARTIAL,
     checkpoint_name,
     is_data_name,
@@ -40,10 +39,10 @@ from .schema import Malformed, index_from
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Make a place to write a checkpoint into, after removing what died before it was whole."""
+    """Make a folder to write a checkpoint into, and remove those of saves that did not complete."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Before anything is written: a damaged index would be found only at the end.
+        # Read now, because a damaged index would otherwise be found only at the end of the save.
         _listed(folder)
         for left in folder.glob(f"{PARTIAL}*"):
             _clear(left)
@@ -58,12 +57,12 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def final_place(partial: Path) -> Path:
-    """Where a checkpoint will be when it is complete."""
+    """The folder of a checkpoint when it is complete."""
     return partial.with_name(partial.name.removeprefix(PARTIAL))
 
 
 def commit(partial: Path, keep_last: int | None) -> Path:
-    """Move a complete checkpoint in place, make it the newest, and remove those not to be kept.
+    """Rename a complete checkpoint, make it the newest, and remove those not to be kept.
 
     See the note on damaged checkpoints.
     """
@@ -88,7 +87,7 @@ def commit(partial: Path, keep_last: int | None) -> Path:
 
 
 def _last_whole(folder: Path, names: list[str], count: int) -> list[str]:
-    """The last ``count`` that look whole: a damaged one does not take the place of another."""
+    """The last ``count`` checkpoints that look whole; damaged ones are not counted."""
     found: list[str] = []
     for name in reversed(names):
         if len(found) == count:
@@ -99,7 +98,7 @@ def _last_whole(folder: Path, names: list[str], count: int) -> list[str]:
 
 
 def discard(partial: Path) -> None:
-    """Remove a checkpoint that will not become whole."""
+    """Remove a checkpoint whose save has failed."""
     shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -107,10 +106,10 @@ def discard(partial: Path) -> None:
 
 
 def candidates(path: Path) -> list[Path]:
-    """The checkpoint that ``path`` is, or those in the folder that it is, the newest first.
+    """The checkpoint at ``path``, or all checkpoints in the folder ``path``, the newest first.
 
-    Any of them may be damaged. Raises CheckpointError if the index lists some and none is there;
-    that some are gone, others than all, is how people remove them.
+    Any of them may be damaged. Raises CheckpointError if the index lists checkpoints and all of
+    them are missing. If some are missing, somebody has removed them, which is no error.
     """
     try:
         if _is_checkpoint(path):
@@ -123,46 +122,46 @@ def candidates(path: Path) -> list[Path]:
     names = _names(path, listed)
     if listed and not names:
         raise CheckpointError(
-            f"{path / INDEX} lists {', '.join(listed)}, but no checkpoint is there. Bring them "
-            "back, or remove the index as well to begin without one",
+            f"{path / INDEX} lists {', '.join(listed)}, but no checkpoint is there. Restore them, "
+            "or remove the index, too, to start without a checkpoint",
             advises=True,
         )
     return [path / name for name in reversed(names)]
 
 
 def note_damage(checkpoint: Path, reason: str) -> None:
-    """Keep a damaged checkpoint from being removed by later saves, and say in it why."""
+    """Leave a note in a damaged checkpoint, which keeps later saves from removing it."""
     text = (
-        f"This checkpoint was passed over when a run was resumed: {reason}\n"
+        f"This checkpoint was skipped when a run was resumed: {reason}\n"
         "It is kept until somebody removes its folder.\n"
     )
-    # Not where something has the name already, whatever it is.
-    with contextlib.suppress(OSError), open(checkpoint / NOTE_OF_DAMAGE, "x") as note:
+    # Not if there is anything of that name already.
+    with contextlib.suppress(OSError), open(checkpoint / DAMAGE_NOTE, "x") as note:
         note.write(text)
 
 
 def remove_note(checkpoint: Path) -> None:
-    """Let a checkpoint that was loaded be one like any other."""
+    """Remove the damage note of a checkpoint that was loaded."""
     with contextlib.suppress(OSError):
-        os.unlink(checkpoint / NOTE_OF_DAMAGE)
+        os.unlink(checkpoint / DAMAGE_NOTE)
 
 
 # -- what is there --------------------------------------------------------------------------------
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint, perhaps a damaged one, and no folder of checkpoints."""
+    """True for the folder of a checkpoint, possibly damaged, as opposed to one of checkpoints."""
     if os.path.lexists(path / MANIFEST):
         return True
     return path.is_dir() and any(map(is_data_name, _entries(path)))
 
 
 def _may_be_whole(checkpoint: Path) -> bool:
-    return (checkpoint / MANIFEST).is_file() and not os.path.lexists(checkpoint / NOTE_OF_DAMAGE)
+    return (checkpoint / MANIFEST).is_file() and not os.path.lexists(checkpoint / DAMAGE_NOTE)
 
 
 def _names(folder: Path, listed: list[str]) -> list[str]:
-    """Checkpoints, the newest last; those that the index does not know come first."""
+    """The names of checkpoints, the newest last; those that the index does not list come first."""
     expected = set(listed)
     there = {
         name
@@ -189,14 +188,14 @@ def _entries(folder: Path) -> list[str]:
 
 def _listed(folder: Path) -> list[str]:
     try:
-        return index_from(read_sealed(folder / INDEX))
+        return index_from(read_checksummed(folder / INDEX))
     except FileNotFoundError:
         return []
     except (CheckpointError, Malformed) as error:
         problem = (
             str(error)
             if isinstance(error, CheckpointError)
-            else f"{folder / INDEX} is no index that this version of fullshard reads: {error}"
+            else f"{folder / INDEX} is not an index that this version of fullshard reads: {error}"
         )
         raise CheckpointError(
             f"{problem}. Load a checkpoint by the path of its own folder, or remove the index: "
@@ -208,13 +207,13 @@ def _listed(folder: Path) -> list[str]:
 def _write_index(folder: Path, names: list[str]) -> None:
     beside = folder / f".{INDEX}.new"
     _clear(beside)
-    write_sealed(beside, names)
+    write_checksummed(beside, names)
     os.replace(beside, folder / INDEX)
     _sync_folder(folder)
 
 
 def _remove(checkpoint: Path) -> None:
-    """Take a checkpoint away: first its name, so that no half of it is ever found."""
+    """Remove a checkpoint; it is renamed first, so that an incomplete one is never found."""
     doomed = checkpoint.with_name(f"{PARTIAL}old-{checkpoint.name}")
     try:
         _clear(doomed)
@@ -223,17 +222,16 @@ def _remove(checkpoint: Path) -> None:
     except FileNotFoundError:
         pass
     except OSError as error:
-        # The new checkpoint is complete, and the save has not failed.
+        # A warning, because the new checkpoint is complete and the save has not failed.
         warnings.warn(
             f"{checkpoint} is no longer needed, but cannot be removed: {error}", stacklevel=2
         )
 
 
 def _clear(path: Path) -> None:
-    """Remove whatever stands at ``path``, as far as that can be done.
+    """Remove a file, a link, or a folder with its content; ignore errors.
 
-    A folder with all that is in it; of a link the link alone. ``shutil.rmtree`` would open a FIFO,
-    and wait for somebody to write into it.
+    ``shutil.rmtree`` is not used for files, because it would open a FIFO and block.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
@@ -243,7 +241,7 @@ def _clear(path: Path) -> None:
 
 
 def _free_name(folder: Path, step: int) -> str:
-    """A name that nothing has: a step that is saved again replaces the first when it is whole."""
+    """An unused name: a step that is saved again replaces the first one when it is complete."""
     turn = 0
     while os.path.lexists(folder / checkpoint_name(step, turn)):
         turn += 1
@@ -257,7 +255,7 @@ def _order(name: str) -> tuple[int, int]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """See the folder's entries on the disk, where the system can do that."""
+    """Sync the folder's entries to disk, if the system supports that."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Steps that all ranks take together: what fails on one rank fails on all, with the same error."""
+"""Runs functions on all ranks so that an error on one rank is raised on all of them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _groups: dict[Any, Any] = {}
 
 
 class CheckpointGroup:
-    """The ranks that save or load one checkpoint, or one process alone.
+    """The ranks that save or load one checkpoint, or one process without ranks.
 
-    They speak over a group of their own, so that a save in the background does not get between
-    the collectives of training, and on the host, whatever training uses.
+    They communicate over a gloo process group of their own, so that a save in the background does
+    not interfere with the collectives of training.
     """
 
     def __init__(self) -> None:
@@ -43,14 +43,14 @@ class CheckpointGroup:
         return 1 if self.group is None else dist.get_world_size()
 
     def checkpointing(self) -> contextlib.AbstractContextManager[None]:
-        """Around calls of torch.distributed.checkpoint."""
-        return _meant_alone() if self.group is None else contextlib.nullcontext()
+        """A context for calls of torch.distributed.checkpoint."""
+        return _without_group_warning() if self.group is None else contextlib.nullcontext()
 
-    def first_decides(self, decide: Callable[[], Result]) -> Result:
-        """What ``decide`` returns on the first rank, on every rank."""
+    def on_first_rank(self, function: Callable[[], Result]) -> Result:
+        """Call ``function`` on the first rank; return its result, or raise its error, on all."""
         outcome: list[Any] = [None, None]
         if self.rank == 0:
-            outcome = list(_attempt(decide))
+            outcome = list(_attempt(function))
         if self.group is not None:
             dist.broadcast_object_list(outcome, src=0, group=self.group)
         result, error = outcome
@@ -58,8 +58,8 @@ class CheckpointGroup:
             raise error
         return result
 
-    def each(self, function: Callable[[], Result]) -> Result:
-        """Call ``function`` on every rank; raise on all what it raised on the first that failed."""
+    def on_all_ranks(self, function: Callable[[], Result]) -> Result:
+        """Call ``function`` on every rank; raise the first failing rank's error on all of them."""
         result, error = _attempt(function)
         errors: list[Any] = [error] * self.size
         if self.group is not None:
@@ -80,15 +80,15 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 @contextlib.contextmanager
-def _meant_alone() -> Iterator[None]:
-    """torch.distributed.checkpoint warns of a process without a group: here it is meant so."""
+def _without_group_warning() -> Iterator[None]:
+    """Suppress the warning of torch.distributed.checkpoint about a missing process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
 
 
 def explain(failure: CheckpointException) -> CheckpointError:
-    """What torch.distributed.checkpoint says went wrong, in one sentence."""
+    """The first error that torch.distributed.checkpoint collected, as a CheckpointError."""
     for rank, (error, _) in sorted(failure.failures.items()):
         if isinstance(error, CheckpointError):
             return error

@@ -1,4 +1,4 @@
-"""``fullshard.load``, ``resume`` and ``latest``: finding a checkpoint and reading it back."""
+"""``fullshard.load``, ``resume`` and ``latest``: find a checkpoint and load it."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from .group import CheckpointGroup, explain
 from .inspection import check_data_files, read_manifest
 from .manifest import Manifest
 from .names import MANIFEST
-from .plain import put_together
+from .plain import decode
 from .saving import wait_for_running_save
 from .storage import Reader
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was found: where it is, when it was saved, and what came with it.
+    """A checkpoint that was found: its folder, the step it was saved at, and its extra data.
 
-    ``skipped`` says of each newer one, the newest first, why it could not be taken.
+    ``skipped`` has the reason why each newer checkpoint was skipped, that of the newest first.
     """
 
     path: Path
@@ -48,11 +48,12 @@ class Checkpoint:
 
 
 def latest(path: str | os.PathLike[str]) -> Checkpoint | None:
-    """The newest whole checkpoint in the folder ``path``, or None; needs no ranks and no model.
+    """Return the newest whole checkpoint in the folder ``path``, or None if it has none.
 
-    Damaged ones are passed over with a warning, as far as damage shows without reading all
-    tensors: their bytes are checked by :func:`load` and :func:`resume`. Raises
-    :class:`CheckpointError` if none is whole, or if all that the index lists are gone.
+    Needs no ranks and no model. Damaged checkpoints are skipped with a warning, as far as the
+    damage is found without reading all tensors; :func:`load` and :func:`resume` check their bytes.
+    Raises :class:`CheckpointError` if there are checkpoints and none is whole, or if all that the
+    index lists are missing.
     """
     skipped: list[DamagedCheckpoint] = []
     for candidate in folders.candidates(Path(path)):
@@ -77,16 +78,16 @@ def load(
 ) -> Checkpoint:
     """Load the newest checkpoint in the folder ``path``, or the checkpoint that ``path`` is.
 
-    To be called by all ranks. The number of ranks, the wrapping, the strategy and
-    ``use_orig_params`` may be others than at saving. Raises FileNotFoundError if there is none,
-    and :class:`CheckpointError` if it is damaged, with the file's name, or another model's; what
-    is loaded is checked before the model changes. :func:`resume` takes an older one instead.
+    All ranks call this. The number of ranks, the wrapping, the strategy and ``use_orig_params``
+    may differ from those at saving. Raises FileNotFoundError if there is no checkpoint, and
+    :class:`CheckpointError` if it is damaged, with the file's name, or of another model. All data
+    is checked before the model changes. :func:`resume` skips damaged checkpoints instead.
 
     >>> checkpoint = fullshard.load("checkpoints", model, optimizer)
     >>> start = checkpoint.step + 1
     """
     loading = _Loading(model, optimizer)
-    found = loading.ranks.first_decides(lambda: folders.candidates(Path(path)))
+    found = loading.ranks.on_first_rank(lambda: folders.candidates(Path(path)))
     if not found:
         raise FileNotFoundError(f"There is no checkpoint in {path}")
     try:
@@ -95,7 +96,7 @@ def load(
         if len(found) == 1:
             raise
         raise DamagedCheckpoint(
-            f"{damage}. fullshard.resume goes on from the newest checkpoint that is whole",
+            f"{damage}. fullshard.resume goes on from the newest whole checkpoint",
             advises=True,
         ) from None
 
@@ -105,24 +106,24 @@ def resume(
     model: nn.Module,
     optimizer: Any = None,
 ) -> Checkpoint | None:
-    """Load the newest whole checkpoint in the folder ``path``; None if there are none at all.
+    """Load the newest whole checkpoint in the folder ``path``; return None if it has none.
 
-    To be called by all ranks, as :func:`load`. A checkpoint that turns out to be damaged, also
-    while its tensors are read, is passed over by all ranks together: the first one warns, and
-    ``skipped`` of what is returned says why. It stays where it is, whatever is saved later. Raises
-    :class:`CheckpointError` if none is whole, with the reason of each, or if a checkpoint is
-    another model's: then older ones are not tried.
+    All ranks call this, as :func:`load`. They skip a damaged checkpoint together, also if the
+    damage is found while its tensors are read: the first rank warns, and ``skipped`` of the result
+    has the reason. Later saves do not remove a damaged checkpoint. Raises :class:`CheckpointError`
+    with all reasons if no checkpoint is whole. Also raises it if a checkpoint is of another model,
+    without trying older ones.
 
     >>> checkpoint = fullshard.resume("checkpoints", model, optimizer)
     >>> start = checkpoint.step + 1 if checkpoint else 1
     """
     loading = _Loading(model, optimizer)
     skipped: dict[Path, DamagedCheckpoint] = {}
-    for candidate in loading.ranks.first_decides(lambda: folders.candidates(Path(path))):
+    for candidate in loading.ranks.on_first_rank(lambda: folders.candidates(Path(path))):
         try:
             found = loading.load(candidate)
         except DamagedCheckpoint as damage:
-            # The same on all ranks, which go on to the next one together.
+            # All ranks raise the same error, and try the next checkpoint together.
             skipped[candidate] = damage
             continue
         if loading.ranks.rank == 0:
@@ -137,10 +138,10 @@ def resume(
 
 
 class _Loading:
-    """All ranks, about to load a checkpoint into one model and its optimizers.
+    """Loads checkpoints into one model and its optimizers, on all ranks.
 
-    Whatever is wrong with a checkpoint is raised on all ranks, with the same error, and but for
-    what a model or an optimizer itself refuses to load, before anything changes.
+    All ranks raise the same error if something is wrong with a checkpoint. They do so before the
+    model changes, unless the model or an optimizer itself refuses to load its state.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
@@ -152,34 +153,37 @@ class _Loading:
 
     def load(self, checkpoint: Path) -> Checkpoint:
         ranks, model, optimizers = self.ranks, self._model, self._optimizers
-        # By itself: a rank that cannot read it must not leave the others in the model's
-        # collectives.
-        manifest = ranks.each(lambda: _inspect(checkpoint, ranks.rank))
+        # In a step of its own: if one rank cannot read the manifest, the others must not enter the
+        # model's collectives.
+        manifest = ranks.on_all_ranks(lambda: _inspect(checkpoint, ranks.rank))
 
         def prepare() -> tuple[dict[str, Any], Any, Any]:
             own = sharded_state(model)
             check_same_model(own, manifest, str(checkpoint))
             _check_optimizers(optimizers, manifest, checkpoint)
             targets = Targets(own, manifest, checkpoint)
-            state = put_together(manifest.content["model"], targets.tensor)
+            state = decode(manifest.content["model"], targets.tensor)
             saved = manifest.content["optimizers"] if optimizers else []
-            return targets.tensors, state, put_together(saved, targets.tensor)
+            return targets.tensors, state, decode(saved, targets.tensor)
 
-        tensors, state, states = ranks.each(prepare)
+        tensors, state, states = ranks.on_all_ranks(prepare)
         _read(Reader(checkpoint, manifest), ranks, tensors)
-        extra = ranks.each(lambda: _read_extra(checkpoint, manifest))
+        extra = ranks.on_all_ranks(lambda: _read_extra(checkpoint, manifest))
 
-        # By itself, as the manifest: the optimizer of one rank alone may be another.
-        ranks.each(lambda: _fitting(checkpoint, check_optimizers, model, optimizers, states))
-        ranks.each(lambda: _fitting(checkpoint, put_back, model, optimizers, state, states))
+        # In a step of its own, too: the optimizer of one rank alone may not fit.
+        ranks.on_all_ranks(
+            lambda: _attempt(checkpoint, check_optimizers, model, optimizers, states)
+        )
+        ranks.on_all_ranks(lambda: _attempt(checkpoint, put_back, model, optimizers, state, states))
         return Checkpoint(checkpoint, manifest.step, extra)
 
 
-def _fitting(checkpoint: Path, function: Callable[..., None], *arguments: Any) -> None:
+def _attempt(checkpoint: Path, function: Callable[..., None], *arguments: Any) -> None:
+    """Call ``function``; raise its error as a CheckpointError that names the checkpoint."""
     try:
         function(*arguments)
     except Exception as error:
-        # From the model's and the optimizers' own methods, which may raise anything.
+        # The model's and the optimizers' own methods may raise anything.
         raise CheckpointError(
             f"{checkpoint} does not fit the model or its optimizers. "
             f"{type(error).__name__}: {error}"
@@ -187,19 +191,19 @@ def _fitting(checkpoint: Path, function: Callable[..., None], *arguments: Any) -
 
 
 def _inspect(checkpoint: Path, rank: int) -> Manifest:
-    """Read the manifest; the first rank looks at the data files as well.
+    """Read the manifest; the first rank also checks the data files.
 
-    One look for each file, and not one of each rank, is what a shared file system is asked for.
+    If every rank checked every file, a shared file system would be slow.
     """
     if rank == 0:
         manifest = read_manifest(checkpoint)
         check_data_files(checkpoint, manifest)
         return manifest
     if not os.path.lexists(checkpoint / MANIFEST):
-        # Where it is missing for the first rank as well, that is what all ranks raise.
+        # If the first rank does not find it either, all ranks raise the first rank's error.
         raise CheckpointError(
-            f"{checkpoint / MANIFEST} is there for the first rank, but not for rank {rank}: give a "
-            "folder that all ranks reach",
+            f"{checkpoint / MANIFEST} is there on the first rank, but not on rank {rank}. Pass a "
+            "folder that all ranks can reach",
             advises=True,
         )
     return read_manifest(checkpoint)
@@ -209,7 +213,7 @@ def _warn_of(skipped: Sequence[DamagedCheckpoint], found: Path) -> None:
     for damage in skipped:
         warnings.warn(
             f"Skipped a damaged checkpoint, which stays where it is: {damage}. The newest whole "
-            f"one is {found}",
+            f"checkpoint is {found}",
             stacklevel=3,
         )
 
@@ -217,7 +221,7 @@ def _warn_of(skipped: Sequence[DamagedCheckpoint], found: Path) -> None:
 def _none_whole(path: Path, damages: Sequence[DamagedCheckpoint]) -> CheckpointError:
     reasons = "; ".join(map(str, damages))
     return CheckpointError(
-        f"No checkpoint in {path} is whole: {reasons}. Bring a whole one back, or begin anew in "
+        f"No checkpoint in {path} is whole: {reasons}. Restore one of them, or start again in "
         "another folder",
         advises=True,
     )
@@ -229,7 +233,7 @@ def _check_optimizers(
     saved = len(manifest.content["optimizers"])
     if optimizers and len(optimizers) != saved:
         raise CheckpointError(
-            f"{found} was saved with {saved} optimizers, and {len(optimizers)} are to be loaded"
+            f"{found} was saved with {saved} optimizers, but {len(optimizers)} are to be loaded"
         )
 
 
@@ -248,7 +252,7 @@ def _read(reader: Reader, ranks: CheckpointGroup, tensors: dict[str, Any]) -> No
 
 
 def _read_extra(found: Path, manifest: Manifest) -> dict[str, Any]:
-    """The extra data, read by this process alone."""
+    """Read the extra data in this process, without communication."""
     reader = Reader(found, manifest)
-    extra: dict[str, Any] = put_together(manifest.content["extra"], reader.read_whole)
+    extra: dict[str, Any] = decode(manifest.content["extra"], reader.read_full)
     return extra

@@ -1,6 +1,6 @@
-"""What a checkpoint holds and where: its manifest, written into one file with its own checksum.
+"""A checkpoint's manifest: its tensors and where their chunks are stored, and all other data.
 
-It is read in ``inspection.py``.
+``inspection.py`` reads it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from .checksummed import write_sealed
+from .checksummed import write_checksummed
 from .names import MANIFEST
 from .plain import dtype_name
 
 
 @dataclasses.dataclass(frozen=True)
 class Extent:
-    """Where a chunk's bytes lie, and their checksum."""
+    """The location of a chunk's bytes in a file, and their checksum."""
 
     file: str
     offset: int
@@ -35,7 +35,7 @@ class Extent:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor: its first element's place, its sizes, and its bytes."""
+    """A rectangular part of a tensor: its first index, its sizes and its bytes."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -44,7 +44,7 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """One tensor: what it is, and the chunks that make it up."""
+    """One tensor: its dtype and shape, and the chunks that it consists of."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -53,9 +53,9 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """Everything about a checkpoint but the bytes of its tensors.
+    """Everything in a checkpoint except the bytes of its tensors.
 
-    ``content`` is plain data in which tensors stand by name, see ``plain.py``.
+    ``content`` is plain data that refers to tensors by name: see ``plain.py``.
     """
 
     step: int
@@ -64,7 +64,7 @@ class Manifest:
     tensors: dict[str, Table]
 
     def metadata(self) -> Metadata:
-        """The same for torch.distributed.checkpoint."""
+        """The metadata of the tensors for torch.distributed.checkpoint."""
         described: dict[str, Any] = {}
         found: dict[MetadataIndex, Chunk] = {}
         for name, table in self.tensors.items():
@@ -74,7 +74,7 @@ class Manifest:
                 chunks.append(ChunkStorageMetadata(starts, torch.Size(chunk.sizes)))
                 place = MetadataIndex(name, starts)
                 if place not in found or chunk.extent.nbytes:
-                    # Several may begin at one place, of which one at most has elements.
+                    # Several chunks may start at the same index, but only one of them has elements.
                     found[place] = chunk
             properties = TensorProperties(dtype=table.dtype)
             described[name] = TensorStorageMetadata(properties, torch.Size(table.shape), chunks)
@@ -82,7 +82,7 @@ class Manifest:
 
 
 def tables(metadata: Metadata, extents: dict[MetadataIndex, Extent]) -> dict[str, Table]:
-    """What torch.distributed.checkpoint planned and what was then written, per tensor."""
+    """Each tensor's table, from the plan of torch.distributed.checkpoint and what was written."""
     found: dict[str, Table] = {}
     for name, described in metadata.state_dict_metadata.items():
         assert isinstance(described, TensorStorageMetadata)
@@ -96,9 +96,9 @@ def tables(metadata: Metadata, extents: dict[MetadataIndex, Extent]) -> dict[str
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest and see it safely on the disk."""
+    """Write the manifest, and sync it to disk."""
     described = {name: _table_to_json(table) for name, table in manifest.tensors.items()}
-    write_sealed(folder / MANIFEST, {**vars(manifest), "tensors": described})
+    write_checksummed(folder / MANIFEST, {**vars(manifest), "tensors": described})
 
 
 def _table_to_json(table: Table) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Opening the files of a checkpoint: regular files, and nothing else that may stand in their place.
+"""Opens the files of a checkpoint, which must be regular files.
 
-Opening a FIFO would wait for somebody to write into it, and opening a device may do anything. Links
-to regular files are followed: checkpoints are kept that way where files are stored elsewhere.
+Opening a FIFO would block until another process writes into it, and opening a device may have any
+effect. Links to regular files are followed, because people keep the files of checkpoints elsewhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-#: Where something else is put there at the last moment, it is not waited for.
+#: Non-blocking, in case the file is replaced by a FIFO after it was checked.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -34,14 +34,16 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def size_of(path: Path) -> int:
-    """The bytes in a regular file; raise OSError for everything else."""
+    """The size of a regular file in bytes; raise OSError for everything else."""
     try:
         found = os.stat(path)
     except FileNotFoundError:
         if not os.path.islink(path):
             raise
-        # Not as if there were no such file: an index that is out of reach is not none.
-        raise OSError(f"it is a symbolic link to {os.readlink(path)}, which is not there") from None
+        # Not FileNotFoundError: an index that cannot be reached is not a missing index.
+        raise OSError(
+            f"it is a symbolic link to {os.readlink(path)}, which does not exist"
+        ) from None
     _check_regular(found)
     return found.st_size
 
@@ -50,4 +52,4 @@ def _check_regular(found: os.stat_result) -> None:
     if stat.S_ISREG(found.st_mode):
         return
     kind = next((name for test, name in _KINDS if test(found.st_mode)), "something else")
-    raise OSError(f"it is {kind}, where a regular file is expected")
+    raise OSError(f"it is {kind}, but must be a regular file")

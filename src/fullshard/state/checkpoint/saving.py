@@ -1,4 +1,4 @@
-"""``fullshard.save``: a checkpoint that is there as a whole or not at all."""
+"""``fullshard.save``: writes a checkpoint that is either complete or not there."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .content import agree_to, state_of
 from .errors import CheckpointError
 from .group import CheckpointGroup, explain
 from .manifest import Manifest, Table, write_manifest
-from .plain import Tensors, take_apart
+from .plain import Tensors, encode
 from .storage import Writer
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 class SaveHandle:
-    """A checkpoint that is being written, perhaps in the background."""
+    """A checkpoint that is being written, possibly in the background."""
 
     def __init__(self, work: Callable[[], Path], asynchronous: bool) -> None:
         self._work = work
@@ -53,16 +53,16 @@ class SaveHandle:
             del self._work
 
     def done(self) -> bool:
-        """Whether the checkpoint is written, or will not be."""
+        """Return True when the checkpoint is complete, or saving has failed."""
         return self._thread is None or not self._thread.is_alive()
 
     def join(self) -> None:
-        """Return when the checkpoint is written, or will not be."""
+        """Wait until the checkpoint is complete, or saving has failed."""
         if self._thread is not None:
             self._thread.join()
 
     def wait(self) -> Path:
-        """Return the checkpoint's folder when it is complete; raise what went wrong otherwise."""
+        """Wait for the checkpoint and return its folder; raise the error if saving failed."""
         self.join()
         if self._error is not None:
             raise self._error
@@ -70,14 +70,14 @@ class SaveHandle:
         return self._path
 
 
-#: The save that may still be running: one at a time, so that checkpoints appear in order.
+#: The save that may still be running. There is one at a time, so that checkpoints keep order.
 _running: SaveHandle | None = None
 
 
 def wait_for_running_save() -> None:
-    """Let a save in the background end, since it speaks over the group that all of them share.
+    """Wait for a save in the background, because all saves use the same process group.
 
-    How it went is told by its handle and by the next save.
+    Its error is not raised here, but by its handle and by the next save.
     """
     if _running is not None:
         _running.join()
@@ -95,16 +95,15 @@ def save(
 ) -> SaveHandle:
     """Save a checkpoint of ``model`` and ``optimizer`` in the folder ``path``.
 
-    To be called by all ranks, with a folder that all of them reach. The folder holds one
-    checkpoint per ``step``; :func:`load` finds the one saved last. Every rank writes its own
-    shards; a process that dies at any moment leaves the previous checkpoint whole.
+    All ranks call this, with a folder that all of them can reach. The folder contains one
+    checkpoint per ``step``; :func:`load` loads the one that was saved last. Every rank writes its
+    own shards. If a process dies at any moment, the previous checkpoint stays complete.
 
-    ``optimizer`` may be a sequence of optimizers. ``extra`` is plain data with tensors in it
-    (numbers, strings, lists, tuples, dicts), such as a learning-rate scheduler's state dict; the
-    first rank's is saved. ``keep_last`` removes all but that many checkpoints. With
-    ``asynchronous`` the state is copied to the host's memory before the call returns, and written
-    while training goes on; ``wait()`` of the returned handle tells how it went, and the next save
-    waits for it.
+    ``optimizer`` may be a sequence of optimizers. ``extra`` is plain data that may contain tensors
+    (numbers, strings, lists, tuples, dicts), such as a learning-rate scheduler's state dict; that
+    of the first rank is saved. ``keep_last=n`` removes all but the last n checkpoints. With
+    ``asynchronous`` the state is copied to host memory before the call returns, and is written in
+    the background. ``wait()`` of the returned handle, or the next save, raises its error.
 
     >>> handle = fullshard.save("checkpoints", model, optimizer, step=100)
     """
@@ -116,7 +115,7 @@ def save(
             f"step expects a whole number, but got {step!r} of type {type(step).__name__}"
         ) from None
     if step < 0:
-        raise ValueError(f"step expects a number from 0 on, but got {step}")
+        raise ValueError(f"step expects a number of at least 0, but got {step}")
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last expects at least 1, or None to keep all, but got {keep_last}")
     previous, _running = _running, None
@@ -130,22 +129,22 @@ def save(
         state = state_of(model, optimizer)
         given = _checked(extra) if ranks.rank == 0 else {}
         return {
-            **take_apart(state, "", tensors),
-            "extra": take_apart(given, "/extra", tensors, may_be_sharded=False),
+            **encode(state, "", tensors),
+            "extra": encode(given, "/extra", tensors, may_be_sharded=False),
         }
 
-    content = ranks.each(collect)
+    content = ranks.on_all_ranks(collect)
     if ranks.rank != 0:
-        # Ranks may differ in what is not sharded, such as running statistics: one of them counts.
+        # Unsharded values, such as running statistics, may differ between ranks: save the first's.
         tensors = {name: value for name, value in tensors.items() if is_sharded(value)}
     if asynchronous:
         _detach_from_training(tensors, model)
 
-    # Now: while it is written in the background, the program may change its working folder.
+    # Resolved now: the program may change its working folder before the background save ends.
     folder = Path(path).absolute()
 
     def write() -> Path:
-        partial = ranks.first_decides(lambda: folders.begin(folder, step))
+        partial = ranks.on_first_rank(lambda: folders.begin(folder, step))
         return _write(partial, ranks, Manifest(step, ranks.size, content, {}), tensors, keep_last)
 
     handle = SaveHandle(write, asynchronous)
@@ -194,9 +193,9 @@ def _write(
 
 
 def _detach_from_training(tensors: Tensors, model: nn.Module) -> None:
-    """Let every tensor be a copy; sharded ones of units are copies on the host already.
+    """Copy all tensors that share memory with the model; the units' are copies already.
 
-    DTensors that no unit manages are not, where the model is on the host itself.
+    DTensors that no unit manages share memory with the model if it is in host memory.
     """
     in_use = {_memory_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for name, value in tensors.items():

@@ -1,9 +1,9 @@
-"""What the JSON files of a checkpoint may say. Decides from values alone, and touches no file.
+"""Validates the content of a checkpoint's JSON files; works on values alone and opens no file.
 
-A checksum tells that a file is as it was written, not that what was written makes sense. Whoever
-reads a manifest or an index after this needs no further checks: every key is there, every value
-has its type, every tensor is covered by its chunks exactly once, and no two chunks share bytes, so
-that a checkpoint never asks for more memory than it has bytes on the disk.
+A checksum shows that a file is as it was written, not that its content is valid. After this
+validation no further checks are needed: every key is there, every value has its type, every tensor
+is covered by its chunks exactly once, and no two chunks share bytes, so that loading a checkpoint
+never takes more memory than its files take on disk.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from .manifest import Chunk, Extent, Manifest, Table
 from .names import is_data_name, step_and_turn
 from .plain import DEEPEST, dtype_named
 
-#: What torch can count: sizes, and bytes in a file.
+#: The limit of sizes and byte offsets in torch.
 _MOST = 2**62
-#: dtypes of which torch cannot copy values.
+#: dtypes whose values torch cannot copy.
 _NOT_COPIED = re.compile(r"q.*|bit|u?int[1-7]")
 _NOT_FINITE = ("inf", "-inf", "nan")
 
 
 class Malformed(ValueError):
-    """A value is not what it has to be; says which one, what it is, and what was expected."""
+    """A value is not valid; the message says where it is, what was expected, and what it is."""
 
 
 def index_from(body: Any) -> list[str]:
-    """The names of checkpoints in an index."""
+    """Validate an index; return the names of its checkpoints."""
     names = _list(body, "the index")
     before: set[str] = set()
     for place, name in enumerate(names):
         if not isinstance(name, str) or step_and_turn(name) is None:
             _refuse(f"entry {place}", "the name of a checkpoint", name)
         if name in before:
-            _refuse(f"entry {place}", "a name that is not there before it", name)
+            _refuse(f"entry {place}", "a name that is not listed twice", name)
         before.add(name)
     return names
 
 
 def manifest_from(body: Any) -> Manifest:
-    """The manifest that :func:`~.manifest.write_manifest` was given."""
+    """Validate a manifest; return what :func:`~.manifest.write_manifest` was given."""
     parts = _with_keys(body, "the manifest", ("step", "ranks", "content", "tensors"))
     tensors = {
         name: _table(table, name) for name, table in _dict(parts["tensors"], "tensors").items()
@@ -56,12 +56,12 @@ def manifest_from(body: Any) -> Manifest:
     _check_content(content, tensors)
     step = parts["step"]
     if type(step) is not int or step < 0:
-        _refuse("step", "a whole number from 0 on", step)
+        _refuse("step", "a whole number of at least 0", step)
     return Manifest(step, _number(parts["ranks"], "ranks"), content, tensors)
 
 
 def bytes_needed(manifest: Manifest) -> dict[str, int]:
-    """How long each data file has to be at least."""
+    """The minimal size of each data file."""
     needed: dict[str, int] = {}
     for chunk in _chunks(manifest.tensors):
         extent = chunk.extent
@@ -79,7 +79,7 @@ def _table(data: Any, name: str) -> Table:
     if _NOT_COPIED.fullmatch(parts["dtype"]):
         _refuse(f"the dtype of {name}", "one whose values can be copied", parts["dtype"])
     shape = _numbers(parts["shape"], f"the shape of {name}")
-    # Strides are made of these, also where there are no elements.
+    # torch computes strides from the sizes, also of tensors without elements.
     if math.prod(max(1, size) for size in shape) >= _MOST:
         _refuse(f"the shape of {name}", f"fewer than {_MOST} elements", shape)
     chunks = tuple(_chunk(chunk, name) for chunk in _list(parts["chunks"], f"chunks of {name}"))
@@ -107,26 +107,26 @@ def _chunk(data: Any, name: str) -> Chunk:
 
 
 def _check_cover(name: str, table: Table) -> None:
-    """Refuse chunks that are not all of a tensor: memory that was never written would show."""
+    """Refuse chunks that do not cover the tensor, which would leave uninitialised memory in it."""
     for chunk in table.chunks:
         if not len(chunk.starts) == len(chunk.sizes) == len(table.shape) or any(
-            start + size > whole
-            for start, size, whole in zip(chunk.starts, chunk.sizes, table.shape, strict=True)
+            start + size > full
+            for start, size, full in zip(chunk.starts, chunk.sizes, table.shape, strict=True)
         ):
             _refuse(f"a chunk of {name}", f"a part of its shape {table.shape}", chunk)
         if chunk.extent.nbytes != math.prod(chunk.sizes) * table.dtype.itemsize:
-            _refuse(f"a chunk of {name}", "as many bytes as its elements take", chunk)
-    full = [chunk for chunk in table.chunks if math.prod(chunk.sizes)]
-    if sum(math.prod(chunk.sizes) for chunk in full) != math.prod(table.shape):
-        raise Malformed(f"the chunks of {name} are not all of its shape {table.shape}")
-    if table.shape and _any_overlap(full, len(table.shape)):
+            _refuse(f"a chunk of {name}", "the number of bytes of its elements", chunk)
+    filled = [chunk for chunk in table.chunks if math.prod(chunk.sizes)]
+    if sum(math.prod(chunk.sizes) for chunk in filled) != math.prod(table.shape):
+        raise Malformed(f"the chunks of {name} do not cover its shape {table.shape}")
+    if table.shape and _any_overlap(filled, len(table.shape)):
         raise Malformed(f"chunks of {name} overlap, and others are missing")
 
 
 def _any_overlap(chunks: Sequence[Chunk], dims: int) -> bool:
-    """Whether two boxes have an element in common.
+    """True if two chunks have an element in common.
 
-    Compares those alone that share rows, or whatever the dimension is along which most are apart.
+    Compares only chunks that overlap in the dimension along which most chunks are separate.
     """
     dim = max(range(dims), key=lambda dim: len({chunk.starts[dim] for chunk in chunks}))
     near: list[Chunk] = []
@@ -156,7 +156,7 @@ def _chunks(tensors: Mapping[str, Table]) -> Iterable[Chunk]:
     return itertools.chain.from_iterable(table.chunks for table in tensors.values())
 
 
-# -- content: plain data, in which tensors stand by name -------------------------------------------
+# -- content: plain data that refers to tensors by name -------------------------------------------
 
 
 def _check_content(content: Mapping[str, Any], tensors: Mapping[str, Table]) -> None:
@@ -175,7 +175,7 @@ def _check_content(content: Mapping[str, Any], tensors: Mapping[str, Table]) -> 
 
 
 def _check_names(data: Any, where: str) -> None:
-    """Refuse what is not a dict, in either of its forms, with names as keys."""
+    """Refuse everything but a dict, in either of its encodings, with names as keys."""
     if set(_dict(data, where)) == {"$dict"}:
         for pair in _list(data["$dict"], where):
             if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], str):
@@ -185,7 +185,7 @@ def _check_names(data: Any, where: str) -> None:
 
 
 class _Plain:
-    """Checks what :func:`~.plain.put_together` will be given, see ``plain.py``."""
+    """Validates data for :func:`~.plain.decode`."""
 
     def __init__(self, tensors: Mapping[str, Table]) -> None:
         self._tensors = tensors
@@ -229,19 +229,19 @@ class _Plain:
             key, item = pair
             self.check(key, f"a key of {where}", depth + 1)
             if not _is_hashable(key):
-                _refuse(f"a key of {where}", "one that a dict can have", key)
+                _refuse(f"a key of {where}", "a hashable value", key)
             self.check(item, where, depth + 1)
 
     def _check_tensor(self, content: Any, where: str, depth: int) -> None:
         if not isinstance(content, str) or content not in self._tensors:
             _refuse(where, "the name of one of the tensors", content)
         if content in self._used:
-            _refuse(where, "a tensor that is nothing else's", content)
+            _refuse(where, "a tensor that is referred to once", content)
         self._used.add(content)
 
 
 def _is_hashable(key: Any) -> bool:
-    """Whether a key that is otherwise in order is no list and no dict, nor a tuple with one."""
+    """True for a valid encoded key that is not a list or dict, nor a tuple that contains one."""
     if isinstance(key, dict) and "$tuple" in key:
         return all(map(_is_hashable, key["$tuple"]))
     return not isinstance(key, list) and not (
@@ -257,7 +257,7 @@ def _check_float(content: Any, where: str, depth: int) -> None:
 def _check_complex(content: Any, where: str, depth: int) -> None:
     parts = _list(content, where)
     if len(parts) != 2 or not all(isinstance(part, float) for part in parts):
-        _refuse(where, "two numbers with a point", content)
+        _refuse(where, "two floating-point numbers", content)
 
 
 def _check_bytes(content: Any, where: str, depth: int) -> None:
@@ -276,7 +276,7 @@ def _dtype(name: Any, where: str) -> torch.dtype:
     try:
         return dtype_named(name)
     except ValueError:
-        _refuse(where, "a dtype that this version of torch knows", name)
+        _refuse(where, "a dtype of this version of torch", name)
 
 
 def _with_keys(data: Any, where: str, keys: tuple[str, ...]) -> dict[str, Any]:
@@ -298,9 +298,9 @@ def _numbers(data: Any, where: str) -> tuple[int, ...]:
 
 
 def _number(data: Any, where: str) -> int:
-    """A whole number that counts something; ``True`` is none."""
+    """Validate a non-negative integer; ``True`` is not one."""
     if type(data) is not int or not 0 <= data < _MOST:
-        _refuse(where, "a whole number from 0 on", data)
+        _refuse(where, "a whole number of at least 0", data)
     return data
 
 

@@ -1,4 +1,4 @@
-"""How torch.distributed.checkpoint's tensors become files and come back: raw bytes, no pickle."""
+"""Writes and reads the tensors of torch.distributed.checkpoint as raw bytes, without pickle."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from .regular_files import opened
 
 
 class Writer(StorageWriter):
-    """Writes this rank's chunks one after another into a file of its own in ``folder``.
+    """Writes this rank's chunks one after another into its own file in ``folder``.
 
-    On the coordinating rank ``finished`` is called with all tensors' tables when every rank has
-    written its file.
+    When every rank has written its file, the coordinator rank calls ``finished`` with the tables of
+    all tensors.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Writer(StorageWriter):
 
 
 class Reader(StorageReader):
-    """Reads chunks of a checkpoint, each against its checksum."""
+    """Reads chunks of a checkpoint, and compares each with its checksum."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
@@ -133,16 +133,16 @@ class Reader(StorageReader):
         done.set_result(None)
         return done
 
-    def read_whole(self, name: str) -> torch.Tensor:
-        """One tensor, read by this process alone."""
+    def read_full(self, name: str) -> torch.Tensor:
+        """Read one full tensor in this process, without communication."""
         table = self._tensors[name]
-        whole = empty(self._folder, name, table)
+        full = empty(self._folder, name, table)
         for chunk in table.chunks:
-            part = whole
+            part = full
             for dim, (start, size) in enumerate(zip(chunk.starts, chunk.sizes, strict=True)):
                 part = part.narrow(dim, start, size)
             part.copy_(self._read(name, chunk))
-        return whole
+        return full
 
     def _read(self, name: str, chunk: Chunk) -> torch.Tensor:
         dtype = self._tensors[name].dtype
@@ -157,7 +157,7 @@ class Reader(StorageReader):
 
 
 def empty(checkpoint: Path, name: str, table: Table) -> torch.Tensor:
-    """Memory on the host for a whole tensor, which the machine may not have."""
+    """Allocate a full tensor in host memory; raise CheckpointError if that is not possible."""
     try:
         return torch.empty(table.shape, dtype=table.dtype)
     except (RuntimeError, MemoryError):
@@ -168,32 +168,32 @@ def empty(checkpoint: Path, name: str, table: Table) -> torch.Tensor:
 
 def _no_memory(path: Path, what: str, nbytes: int) -> CheckpointError:
     return CheckpointError(
-        f"{path} cannot be loaded: {what} needs {nbytes / 2**30:.1f} GiB of this machine's memory, "
-        "more than it can give"
+        f"{path} cannot be loaded: {what} needs {nbytes / 2**30:.1f} GiB of host memory, which "
+        "cannot be allocated on this machine"
     )
 
 
 def _read_extent(folder: Path, extent: Extent, name: str) -> bytearray:
-    """A chunk's bytes; raise DamagedCheckpoint with the file's name if they are not as written."""
+    """Read a chunk's bytes; raise DamagedCheckpoint, with the file's name, if they changed."""
     path = folder / extent.file
     end = extent.offset + extent.nbytes
     try:
         with opened(path) as file:
             size = os.fstat(file.fileno()).st_size
-            # Not more memory than there are bytes, whatever the manifest says.
+            # Never allocate more than the file's size, whatever the manifest says.
             data = bytearray(extent.nbytes if end <= size else 0)
             file.seek(extent.offset)
             count = file.readinto(data)  # type: ignore[attr-defined]
     except OSError as error:
         raise DamagedCheckpoint(
-            f"{path}, which holds a part of {name}, cannot be read: {error}"
+            f"{path}, which contains a part of {name}, cannot be read: {error}"
         ) from None
     except MemoryError:
         raise _no_memory(path, f"a part of {name}", extent.nbytes) from None
     if count != extent.nbytes:
         raise DamagedCheckpoint(
-            f"{path} is damaged: it ends after {size} bytes, and the part of {name} that it should "
-            f"hold lies at {extent.offset} to {end}"
+            f"{path} is damaged: it ends after {size} bytes, but a part of {name} is expected at "
+            f"bytes {extent.offset} to {end}"
         )
     if zlib.crc32(data) != extent.crc32:
         raise DamagedCheckpoint(
@@ -204,12 +204,12 @@ def _read_extent(folder: Path, extent: Extent, name: str) -> bytearray:
 
 
 def as_in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the host whose memory holds its elements in order, as they are seen."""
+    """A contiguous host tensor of the same values, with conjugation and negation applied."""
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
-    """The memory of a contiguous host tensor, without a copy, which the tensor must outlive."""
+    """The memory of a contiguous host tensor, not copied: valid as long as the tensor exists."""
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         return b""

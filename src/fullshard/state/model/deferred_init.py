@@ -1,9 +1,10 @@
-"""Giving memory and values to parameters that were constructed on the meta device.
+"""Initialises parameters that were constructed on the meta device.
 
 Note: parameters stay the same objects
-    ``to_empty`` and its like replace parameters by new ones. A parameter that modules share, that
-    a unit leaves to another, or that an optimizer holds already, must stay one object. So the new
-    parameter's contents are put into the old object, which goes back to its place.
+    ``to_empty`` and similar functions replace parameters by new objects. A parameter that modules
+    share, that a nested unit leaves to an outer one, or that an optimizer holds, must stay the same
+    object. So the new parameter's contents are swapped into the old object, which is registered
+    again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ InitFunction = Callable[[nn.Module], None]
 
 
 def holds_meta(module: nn.Module, managed: Collection[nn.Parameter] | None = None) -> bool:
-    """Whether ``module`` itself has a parameter (one of ``managed``) or buffer to initialise."""
+    """True if ``module`` itself has a parameter (of ``managed``) or a buffer on the meta device."""
     parameters = (p for p in module._parameters.values() if p is not None)
     if any(p.is_meta and (managed is None or p in managed) for p in parameters):
         return True
@@ -32,23 +33,23 @@ def check_initializable(
     managed: Collection[nn.Parameter] | None,
     param_init_fn: InitFunction | None,
 ) -> None:
-    """Refuse ``modules`` on the meta device that have no way to be initialised, by their paths."""
+    """Raise RuntimeError if one of ``modules`` on the meta device cannot be initialised."""
     if param_init_fn is not None:
         if not callable(param_init_fn):
             raise ValueError(
                 f"Expected {param_init_fn!r} to be callable but got {type(param_init_fn)}"
             )
         return
-    helpless = {
+    uninitializable = {
         module
         for module in modules
         if not callable(getattr(module, "reset_parameters", None)) and holds_meta(module, managed)
     }
-    if helpless:
+    if uninitializable:
         raise RuntimeError(
-            f"{_paths(root, helpless)} has parameters or buffers on the meta device but no "
-            "reset_parameters() method to initialise them with. Give the class one, or pass "
-            "param_init_fn= to the constructor"
+            f"{_paths(root, uninitializable)} has parameters or buffers on the meta device but no "
+            "reset_parameters() method to initialise them. Define one, or pass param_init_fn= to "
+            "the constructor"
         )
 
 
@@ -59,11 +60,11 @@ def materialize(
     device: torch.device,
     param_init_fn: InitFunction | None,
 ) -> None:
-    """Initialise, module by module, what is on the meta device and belongs to ``root``'s unit.
+    """Initialise the parameters and buffers of ``root``'s unit that are on the meta device.
 
-    These are ``modules``, and those that hold one of the ``managed`` parameters which a nested
-    unit left to this one. ``param_init_fn`` is called with the module if given; otherwise what is
-    on the meta device gets memory on ``device``, and ``reset_parameters`` is called.
+    They belong to ``modules``, or to modules of a nested unit that left some of the ``managed``
+    parameters to this one. Each module is passed to ``param_init_fn``, if given. Otherwise its
+    tensors are allocated on ``device``, and its ``reset_parameters`` is called.
     """
     for module in modules:
         if holds_meta(module, managed):
@@ -76,7 +77,7 @@ def materialize(
 
 
 def forget(parameters: Iterable[nn.Parameter]) -> None:
-    """Give back the memory of parameters that a flat one has replaced, whoever holds them."""
+    """Free the memory of parameters that a flat parameter replaced, even if others hold them."""
     for parameter in parameters:
         parameter.data = parameter.data.new_empty(0)
 
@@ -114,7 +115,7 @@ def _give_memory(module: nn.Module, device: torch.device) -> None:
 
 
 def _put_into(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Let the object ``old`` have the contents of ``new``, and keep what was attached to it."""
+    """Swap the contents of ``new`` into the object ``old``, which keeps its attributes."""
     attached = dict(old.__dict__)
     torch.utils.swap_tensors(old, new)
     old.__dict__.update(attached)
@@ -127,8 +128,8 @@ def _check_initialized(
     if left:
         raise RuntimeError(
             f"{_paths(root, left)} has parameters or buffers on the meta device after "
-            "param_init_fn or reset_parameters() was called. It must give them memory, for example "
-            "by module.to_empty(device=..., recurse=False)"
+            "param_init_fn or reset_parameters() was called. That function must allocate them, for "
+            "example with module.to_empty(device=..., recurse=False)"
         )
 
 

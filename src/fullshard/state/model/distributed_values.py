@@ -1,10 +1,10 @@
-"""State of tensor-parallel parameters: DTensors over their own mesh and the unit's ranks at once.
+"""State of tensor-parallel parameters, as DTensors on a joint mesh with the unit's ranks.
 
-Note: the mesh of the parts comes first
-    A DTensor is cut by its mesh's dimensions in order. A parameter was cut by tensor parallelism
-    first, and each part then by the ranks that share it, so the joint mesh has the dimensions of
-    tensor parallelism before those of sharding. Every cut is then a plain ``Shard``, also where
-    both cut the same dimension and where they do not divide it.
+Note: tensor parallelism comes first in the joint mesh
+    A DTensor is sharded by the dimensions of its mesh in order. Tensor parallelism sharded the
+    parameter first, and the unit then sharded each part, so the joint mesh has the dimensions of
+    tensor parallelism before those of the unit. Each placement is then a plain ``Shard``, also if
+    both shard the same dimension of the parameter, and if they do not divide it evenly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _meshes: weakref.WeakKeyDictionary[Unit, dict[Any, Any]] = weakref.WeakKeyDictio
 
 
 def joint_mesh(unit: Unit, distribution: Distribution) -> Any:
-    """A mesh of tensor parallelism by sharding, of the process groups that there are already."""
+    """The mesh of tensor parallelism and sharding, made of the existing process groups."""
     known = _meshes.setdefault(unit, {})
     if distribution.mesh not in known:
         known[distribution.mesh] = _make_joint_mesh(unit, distribution.mesh)
@@ -34,7 +34,8 @@ def _make_joint_mesh(unit: Unit, parts: Any) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
     own = mesh_of(unit)
-    # Ranks are counted regularly: a step in one mesh is the same step everywhere in the other.
+    # Ranks form a regular grid: the distance of two ranks in one mesh is the same at every point
+    # of the other.
     steps = parts.mesh - dist.get_rank()
     grid = steps.reshape(*parts.shape, *(1,) * own.ndim) + own.mesh
     groups = [mesh.get_group(i) for mesh in (parts, own) for i in range(mesh.ndim)]
@@ -43,7 +44,7 @@ def _make_joint_mesh(unit: Unit, parts: Any) -> Any:
 
 
 def joint_placements(unit: Unit, distribution: Distribution) -> tuple[Any, ...]:
-    """How a parameter's chunks lie on the joint mesh: rows of its part on every rank."""
+    """The placements on the joint mesh: each rank has a chunk of the rows of its part."""
     from torch.distributed.tensor import Replicate, Shard
 
     copies = () if unit.copies is None else (Replicate(),)
@@ -51,40 +52,40 @@ def joint_placements(unit: Unit, distribution: Distribution) -> tuple[Any, ...]:
 
 
 def as_joint_dtensor(local: torch.Tensor, unit: Unit, distribution: Distribution) -> Any:
-    """The DTensor of which ``local`` is this rank's chunk of its part."""
+    """The DTensor of which ``local`` is this rank's chunk."""
     mesh, placements = joint_mesh(unit, distribution), joint_placements(unit, distribution)
     return dtensor_of(local, distribution.shape, mesh, placements)
 
 
-def rows_here(value: Any, unit: Unit, distribution: Distribution | None) -> torch.Tensor | None:
-    """This rank's chunk of a value that the unit's ranks have chunks of; None if they have not.
+def local_rows_of(value: Any, unit: Unit, distribution: Distribution | None) -> torch.Tensor | None:
+    """This rank's chunk of a value that is sharded over the unit's ranks; None for a full value.
 
-    Refuses (ValueError) a value that is cut in a way that they cannot put together.
+    Raises ValueError for a value whose chunks the unit's ranks cannot all-gather.
     """
     if distribution is None:
         return local_rows(value, unit.shards) if is_sharded(value) else None
     if not is_distributed(value):
         if is_sharded(value):
             raise ValueError(
-                "it is tensor-parallel here, which a ShardedTensor cannot express; load a DTensor "
-                "or a whole tensor"
+                "the parameter is tensor-parallel in this model, which a ShardedTensor cannot "
+                "represent. Load a DTensor or a full tensor"
             )
         return None
-    cut: Any = value.placements, value.device_mesh
-    if cut != (joint_placements(unit, distribution), joint_mesh(unit, distribution)):
+    found: Any = value.placements, value.device_mesh
+    if found != (joint_placements(unit, distribution), joint_mesh(unit, distribution)):
         return None
     rows: torch.Tensor = value.to_local()
     return rows
 
 
 def part_of(value: Any, distribution: Distribution | None) -> torch.Tensor:
-    """What the unit's ranks share of a value that they have no chunks of, on each of them.
+    """The tensor-parallel part, which the unit's ranks share, of a value that is not in chunks.
 
-    A DTensor of another cut is put together first, by all ranks of its mesh.
+    A DTensor with other placements is all-gathered first, by all ranks of its mesh.
     """
     if distribution is None:
-        whole: torch.Tensor = value
-        return whole
+        full: torch.Tensor = value
+        return full
     if not is_distributed(value):
         return distribution.part(value)
     if value.device_mesh == distribution.mesh and value.placements == distribution.placements:

@@ -1,4 +1,4 @@
-"""Values on their way from a state dict into shards, and what is wrong with them."""
+"""Copies values of a state dict into this rank's shards, and reports those that do not fit."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch.overrides import is_tensor_like
 
 from ...engine.params.handle import FlatParamHandle
 from ...engine.runtime.unit import Unit
-from .distributed_values import part_of, rows_here
+from .distributed_values import local_rows_of, part_of
 from .gathering import store_own_part
 from .sharded_tensors import gather_chunks, is_sharded, local_shard, own_numel, shape_of
 
 
 class LoadReport(NamedTuple):
-    """The lists in which ``nn.Module.load_state_dict`` collects what it has to say."""
+    """The lists in which ``nn.Module.load_state_dict`` collects missing keys and errors."""
 
     missing: list[str]
     unexpected: list[str]
@@ -28,20 +28,20 @@ class _Chunked(NamedTuple):
     rows: torch.Tensor
 
 
-class Arrivals:
-    """The values of one module's parameters: whole ones, and ones that ranks have chunks of."""
+class ShardLoader:
+    """Loads one module's parameters from full values, or from sharded ones, into the shards."""
 
     def __init__(self, unit: Unit, report: LoadReport) -> None:
         self._unit = unit
         self._report = report
-        self._whole: list[tuple[FlatParamHandle, int, torch.Tensor]] = []
+        self._full: list[tuple[FlatParamHandle, int, torch.Tensor]] = []
         self._chunked: list[_Chunked] = []
 
     def add(self, key: str, handle: FlatParamHandle, index: int, value: Any) -> None:
-        """Note a value for a parameter, unless it does not fit."""
+        """Add a value to be stored, or report that it does not fit the parameter."""
         shape = handle.whole_shape(index)
         if not isinstance(value, torch.Tensor) and is_tensor_like(value):
-            # Libraries put objects in state dicts that read their tensor when torch asks for it.
+            # Some libraries' state dicts have objects that read their tensor when torch uses them.
             value = torch.detach(value)
         if not isinstance(value, torch.Tensor):
             self._report.errors.append(
@@ -49,7 +49,7 @@ class Arrivals:
                 f"object from checkpoint but received {type(value)}"
             )
         elif tuple(shape_of(value)) != tuple(shape):
-            # While parameters are summoned, nn.Module compares and reports by itself.
+            # While parameters are summoned, nn.Module itself compares and reports.
             if not self._unit.summoned_everywhere or is_sharded(value):
                 self._report.errors.append(
                     f"size mismatch for {key}: copying a param with shape {shape_of(value)} from "
@@ -61,23 +61,23 @@ class Arrivals:
     def _take(self, key: str, handle: FlatParamHandle, index: int, value: Any) -> None:
         if self._unit.summoned_everywhere and is_sharded(value):
             raise RuntimeError(
-                f"{key} is sharded, and whole inside summon_full_params: load it outside of the "
-                "context, or load a full state dict"
+                f"{key} is sharded, and cannot be loaded inside summon_full_params, where "
+                "parameters are unsharded. Load it outside the context, or load a full state dict"
             )
         distribution = handle.distribution(index)
         try:
-            rows = rows_here(value, self._unit, distribution)
+            rows = local_rows_of(value, self._unit, distribution)
         except ValueError as error:
             self._report.errors.append(f"cannot load the sharded parameter {key}: {error}")
             return
         if rows is None:
-            self._whole.append((handle, index, part_of(value, distribution)))
+            self._full.append((handle, index, part_of(value, distribution)))
         else:
             self._chunked.append(_Chunked(handle, index, rows))
 
     def store(self) -> None:
-        """Copy this rank's part of every value into its shard."""
-        for handle, index, value in self._whole:
+        """Copy this rank's part of each added value into its shard."""
+        for handle, index, value in self._full:
             store_own_part(handle, index, value)
         if self._chunked:
             unit = self._unit
@@ -86,15 +86,15 @@ class Arrivals:
             found = gather_chunks(
                 unit.shards, unit.name, unit.device, shapes, [c.rows for c in self._chunked]
             )
-            for chunked, whole in zip(self._chunked, found, strict=True):
-                store_own_part(chunked.handle, chunked.position, whole)
+            for chunked, full in zip(self._chunked, found, strict=True):
+                store_own_part(chunked.handle, chunked.position, full)
 
     def store_shard(self, key: str, handle: FlatParamHandle, value: Any) -> None:
-        """Copy a rank's shard, unless it was made by another number of ranks."""
+        """Copy a shard of a local state dict, or report that it has another size."""
         if self._unit.summoned_everywhere:
             raise RuntimeError(
-                f"{key} is a shard, and parameters are whole inside summon_full_params: load it "
-                "outside of the context, or load a full state dict"
+                f"{key} is a shard, and cannot be loaded inside summon_full_params, where "
+                "parameters are unsharded. Load it outside the context, or load a full state dict"
             )
         shard, expected = value, handle.shard_tensor
         if hasattr(value, "local_shards"):
@@ -102,8 +102,9 @@ class Arrivals:
             expected = expected[: own_numel(handle.layout.numel, self._unit.shards)]
         if shard.shape != expected.shape:
             self._report.errors.append(
-                f"size mismatch for {key}: a local state dict fits the ranks and the wrapping it "
-                f"was saved with; it has shape {shard.shape}, this rank's shard {expected.shape}."
+                f"size mismatch for {key}: a local state dict can be loaded by the ranks and with "
+                f"the wrapping that it was saved with. The saved shard has shape {shard.shape}, "
+                f"this rank's shard {expected.shape}."
             )
         else:
             with torch.no_grad():

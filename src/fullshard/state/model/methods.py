@@ -1,4 +1,4 @@
-"""What a wrapper adds to ``state_dict`` and ``load_state_dict``, and the types to choose from."""
+"""A wrapper's ``state_dict`` and ``load_state_dict``, and the choice of the state dict type."""
 
 from __future__ import annotations
 
@@ -10,65 +10,82 @@ from typing import Any
 
 from torch import nn
 
-from ...api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
+from ...api import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    adopt,
+)
 from ...engine.params.locations import WRAPPED_MODULE
-from .module_hooks import load_last
+from .hooks import Order, UnitHooks, load_last
 from .sharded_tensors import SharedMesh
-from .state_hooks import ModelState, Order
-from .state_types import default_settings, make_settings
+from .unit_state import UnitState
+
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
 
 
 class StateDicts(nn.Module):
     """The state-dict methods of a wrapper."""
 
-    _model_state: ModelState
+    _unit_state: UnitState
+    _unit_hooks: UnitHooks
     _load_errors: list[str]
 
     def _keep_state(
         self, modules: Iterable[nn.Module], order: Order, nested: Iterable[Any]
     ) -> None:
-        """Take part in state dicts; the unit's parameters were in ``order`` before flattening."""
+        """Take part in state dicts; ``order`` is that of the parameters before flattening."""
         known: dict[nn.Module, tuple[str, ...]] = {}
-        below: list[ModelState] = [wrapper._model_state for wrapper in nested]
-        for state in below:
-            known.update(state.order)
+        below: list[StateDicts] = list(nested)
+        for wrapper in below:
+            known.update(wrapper._unit_hooks.order)
         known.update(order)
-        state = ModelState(self, modules, known)
-        if below:
-            state.include_part_groups(below)
-        self.__dict__.update(_model_state=state, _load_errors=[])
-        self.register_load_state_dict_post_hook(_report_by_known_names)
+        state = UnitState(self, [wrapper._unit_state for wrapper in below])
+        hooks = UnitHooks(state, modules, known)
+        # Past nn.Module.__setattr__, which is slow and has nothing to register here.
+        self.__dict__.update(_unit_state=state, _unit_hooks=hooks, _load_errors=[])
+        self.register_load_state_dict_post_hook(_report_clean_names)
 
     def _keep_mesh(self, mesh: Any, nested: Iterable[Any]) -> None:
-        """Hand out DTensors over ``mesh``, as do the nested units that use the same ranks."""
+        """Save DTensors on ``mesh``, as do the nested units that use the same ranks."""
         if mesh is None:
             return
-        shared, own = SharedMesh(mesh), self._model_state.unit
+        shared, own = SharedMesh(mesh), self._unit_state.unit
         for wrapper in (self, *nested):
-            state: ModelState = wrapper._model_state
-            same = state.unit.shards is own.shards and state.unit.copies is own.copies
-            if same and state.mesh is None:
-                state.mesh = shared
+            state: UnitState = wrapper._unit_state
+            if state.unit.shards is own.shards and state.unit.copies is own.copies:
+                state.use_mesh(shared)
 
     @property
     def _device_mesh(self) -> Any:
-        """The mesh that the wrapper was given; None without one."""
-        shared = self._model_state.mesh
+        """The mesh that the wrapper was given, or None."""
+        shared = self._unit_state.mesh
         return None if shared is None else shared.mesh
 
     # -- the types ----------------------------------------------------------------------------
 
     @property
     def _state_dict_type(self) -> StateDictType:
-        return self._model_state.settings.state_dict_type
+        return self._unit_state.settings.state_dict_type
 
     @property
     def _state_dict_config(self) -> StateDictConfig:
-        return self._model_state.settings.state_dict_config
+        return self._unit_state.settings.state_dict_config
 
     @property
     def _optim_state_dict_config(self) -> OptimStateDictConfig:
-        return self._model_state.settings.optim_state_dict_config
+        return self._unit_state.settings.optim_state_dict_config
 
     @staticmethod
     def set_state_dict_type(
@@ -77,16 +94,16 @@ class StateDicts(nn.Module):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> StateDictSettings:
-        """Choose what the units in ``module`` hand out; returns what they handed out before."""
-        settings = make_settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        """Set the state dict type of all units in ``module``; return the previous settings."""
+        settings = _settings(state_dict_type, state_dict_config, optim_state_dict_config)
         before = StateDicts.get_state_dict_type(module)
         for state in _states(module):
-            state.settings = settings
+            state.use_settings(settings)
         return before
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """What the units in ``module`` hand out now."""
+        """Return the state dict settings of the units in ``module``."""
         found = [state.settings for state in _states(module)]
         for other in found[1:]:
             if other != found[0]:
@@ -94,7 +111,7 @@ class StateDicts(nn.Module):
                     "All FSDP modules must have the same state dict settings. Got "
                     f"{other} and {found[0]}; set them on the outermost module"
                 )
-        return found[0] if found else default_settings()
+        return found[0] if found else _settings(StateDictType.FULL_STATE_DICT)
 
     @staticmethod
     @contextlib.contextmanager
@@ -104,20 +121,20 @@ class StateDicts(nn.Module):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> Generator[None, None, None]:
-        """Inside the context the units in ``module`` hand out another type of state dict.
+        """Set the state dict type of all units in ``module`` for the duration of the context.
 
         >>> with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         ...     state = model.state_dict()
         """
-        settings = make_settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        settings = _settings(state_dict_type, state_dict_config, optim_state_dict_config)
         before = [(state, state.settings) for state in _states(module)]
         for state, _ in before:
-            state.settings = settings
+            state.use_settings(settings)
         try:
             yield
         finally:
             for state, old in before:
-                state.settings = old
+                state.use_settings(old)
 
     # -- saving -------------------------------------------------------------------------------
 
@@ -128,7 +145,7 @@ class StateDicts(nn.Module):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """The state under the names of the unwrapped model, in the type that was chosen."""
+        """Return the state by the names of the unwrapped model, in the type that is set."""
         given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
         destination = given.get("destination", destination)
         prefix, keep_vars = given.get("prefix", prefix), given.get("keep_vars", keep_vars)
@@ -136,22 +153,22 @@ class StateDicts(nn.Module):
             destination = _empty()
         for before in self._state_dict_pre_hooks.values():
             before(self, prefix, keep_vars)
-        state = self._model_state
+        hooks = self._unit_hooks
         found = _empty()
-        session = state.open(None, sys._getframe())
+        session = hooks.open(None, sys._getframe())
         try:
             self._save_to_state_dict(found, prefix, keep_vars)
             wrapped: nn.Module = self._modules[WRAPPED_MODULE]  # type: ignore[assignment]
             wrapped.state_dict(destination=found, prefix=prefix, keep_vars=keep_vars)
         finally:
-            state.close(session)
-        state.finish(found, prefix)
+            hooks.close(session)
+        hooks.finish(found, prefix)
         destination.update(found)
-        if state.is_visible and hasattr(destination, "_metadata"):
+        if self._unit_state.is_visible and hasattr(destination, "_metadata"):
             destination._metadata.update(found._metadata)
         for after in self._state_dict_hooks.values():
             changed = after(self, destination, prefix, {"version": self._version})
-            # As in nn.Module, a hook may answer with another state dict.
+            # As in nn.Module, a hook may return another state dict.
             destination = destination if changed is None else changed
         return destination
 
@@ -160,11 +177,11 @@ class StateDicts(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a state dict of the type that was chosen; every rank takes its own part of it."""
+        """Load a state dict of the type that is set; every rank loads its own part of it."""
         given: Any = OrderedDict(state_dict)
         metadata = getattr(state_dict, "_metadata", None)
         if metadata is not None:
-            # Versions of modules are looked up by the names that they have here.
+            # nn.Module looks up the versions of modules by their names in the wrapped model.
             paths = (path for path, _ in self.named_modules())
             known = {path: f"{path}.".replace(f"{WRAPPED_MODULE}.", "")[:-1] for path in paths}
             given._metadata = {p: metadata[n] for p, n in known.items() if n in metadata}
@@ -180,7 +197,7 @@ class StateDicts(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        # What was registered on the wrapper itself has no other name.
+        # Parameters and buffers of the wrapper itself have no prefix.
         own = {prefix + name for name in (*self._parameters, *self._buffers)}
         renamed = {
             prefix + f"{WRAPPED_MODULE}." + key[len(prefix) :]
@@ -203,8 +220,33 @@ class StateDicts(nn.Module):
         )
 
 
-def _states(module: nn.Module) -> list[ModelState]:
-    return [m._model_state for m in module.modules() if isinstance(m, StateDicts)]
+def _settings(
+    state_dict_type: Any, config: Any = None, optim_config: Any = None
+) -> StateDictSettings:
+    """Settings of a state dict type, with its default configs where none are given."""
+    kind = adopt(state_dict_type, StateDictType, "state_dict_type")
+    model_kind, optim_kind = _CONFIGS[kind]
+    return StateDictSettings(
+        kind,
+        _config(config, model_kind, "state_dict_config"),
+        _config(optim_config, optim_kind, "optim_state_dict_config"),
+    )
+
+
+def _config(given: Any, kind: type[Any], argument: str) -> Any:
+    if given is None:
+        return kind()
+    try:
+        return adopt(given, kind, argument)
+    except TypeError:
+        raise RuntimeError(
+            f"Expected {argument} of type {kind} but got {type(given)}. Each state dict type has "
+            "its own config class"
+        ) from None
+
+
+def _states(module: nn.Module) -> list[UnitState]:
+    return [m._unit_state for m in module.modules() if isinstance(m, StateDicts)]
 
 
 def _empty() -> Any:
@@ -213,8 +255,8 @@ def _empty() -> Any:
     return empty
 
 
-def _report_by_known_names(wrapper: Any, incompatible: Any) -> None:
-    """Hook: everything below a wrapper was loaded; say what was wrong by the users' names."""
+def _report_clean_names(wrapper: Any, incompatible: Any) -> None:
+    """Remove the wrappers' prefixes from the names in errors, after everything was loaded."""
     for names in (*incompatible, wrapper._load_errors):
         names[:] = [name.replace(f"{WRAPPED_MODULE}.", "") for name in names]
     wrapper._load_errors = []

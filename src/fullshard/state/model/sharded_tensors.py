@@ -1,7 +1,7 @@
 """Parameters as ShardedTensor or DTensor: every rank holds a chunk of the first dimension's rows.
 
 Chunks are those of ``torch.chunk``: ceil(rows / ranks) rows each, the last ones shorter or empty.
-Parameters without rows to share (scalars, and those without elements) stay plain tensors.
+Parameters without dimensions or without elements stay plain tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...engine.runtime.unit import Unit
 
 
 class SharedMesh:
-    """A device mesh that copies share and pickles leave out."""
+    """A device mesh that deep copies share, and that pickles leave out."""
 
     def __init__(self, mesh: Any) -> None:
         self.mesh = mesh
@@ -43,15 +43,15 @@ class Rows(NamedTuple):
 
 
 def has_rows(shape: Sequence[int]) -> bool:
-    """Whether a parameter of this shape can be chunked."""
+    """True if a parameter of this shape can be divided into chunks of rows."""
     return math.prod(shape) > 0 and len(shape) > 0
 
 
-def chunk(whole: torch.Tensor, group: Group, to_cpu: bool) -> torch.Tensor:
-    """A copy of this rank's rows of a whole parameter."""
-    rows = Rows.of(whole.shape[0], group.rank, group.size)
-    device = torch.device("cpu") if to_cpu else whole.device
-    mine = whole.detach()[rows.start : rows.end]
+def chunk(full: torch.Tensor, group: Group, to_cpu: bool) -> torch.Tensor:
+    """A copy of this rank's rows of a full parameter."""
+    rows = Rows.of(full.shape[0], group.rank, group.size)
+    device = torch.device("cpu") if to_cpu else full.device
+    mine = full.detach()[rows.start : rows.end]
     copy = torch.empty(mine.shape, dtype=mine.dtype, device=device)
     return copy.copy_(mine)
 
@@ -90,7 +90,7 @@ def as_sharded_tensor(local: torch.Tensor, shape: Sequence[int], group: Group) -
 
 
 def _placement(rank: int, device: torch.device, group: Group) -> str:
-    """Where another rank keeps its chunk: on the device of the same kind that is its own."""
+    """The placement of a rank's chunk: on the rank's own device of the same type."""
     worldwide = dist.get_global_rank(group.group, rank)
     if device.type == "cpu":
         return f"rank:{worldwide}/cpu"
@@ -101,7 +101,7 @@ def _placement(rank: int, device: torch.device, group: Group) -> str:
 
 
 def as_dtensor(local: torch.Tensor, shape: Sequence[int], mesh: Any) -> Any:
-    """The DTensor of which ``local`` is this rank's chunk; copies across a second dimension."""
+    """The DTensor of which ``local`` is this rank's chunk; a 2-D mesh replicates it, too."""
     from torch.distributed.tensor import Replicate, Shard
 
     placements = (Replicate(), Shard(0)) if mesh.ndim == 2 else (Shard(0),)
@@ -109,9 +109,9 @@ def as_dtensor(local: torch.Tensor, shape: Sequence[int], mesh: Any) -> Any:
 
 
 def dtensor_of(local: torch.Tensor, shape: Sequence[int], mesh: Any, placements: Any) -> Any:
-    """A DTensor around ``local``, which stays where it is, on the host, too.
+    """A DTensor around ``local``, on whichever device that is.
 
-    ``DTensor.from_local`` would move it to the devices of the mesh.
+    ``DTensor.from_local`` would move a host tensor to the devices of the mesh.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -123,7 +123,7 @@ def dtensor_of(local: torch.Tensor, shape: Sequence[int], mesh: Any, placements:
 
 
 def empty_like(value: Any, dtype: torch.dtype) -> Any:
-    """Uninitialised memory in the host for a tensor of ``value``'s shape, cut as ``value`` is."""
+    """An uninitialised tensor in host memory of ``value``'s shape, sharded like ``value``."""
     if hasattr(value, "local_shards"):
         shape, shards = shape_of(value), value.local_shards()
         mine = shards[0].tensor.shape if shards else (0, *shape[1:])
@@ -136,10 +136,10 @@ def empty_like(value: Any, dtype: torch.dtype) -> Any:
 
 
 def mesh_of(unit: Unit) -> Any:
-    """A device mesh over the groups of a unit that was given none.
+    """A device mesh over the process groups of a unit that was constructed without a mesh.
 
-    Groups that make no regular grid of ranks have no mesh of two dimensions; each copy's ranks then
-    have one of their own.
+    If the groups form no regular grid of ranks, there is no mesh of two dimensions, and the ranks
+    of each copy get a mesh of their own.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -159,7 +159,7 @@ def mesh_of(unit: Unit) -> Any:
 
 
 def _firsts(row: list[int], column: list[int]) -> list[int]:
-    """The first rank of every group of shards, in a regular grid of ranks."""
+    """The first rank of each sharding group, assuming a regular grid of ranks."""
     me = next(iter(set(row) & set(column)))
     return [rank - me + row[0] for rank in column]
 
@@ -170,64 +170,65 @@ def _is_grid(ranks: list[list[int]]) -> bool:
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether ``value`` is a ShardedTensor or a DTensor."""
+    """True for a ShardedTensor or a DTensor."""
     return hasattr(value, "local_shards") or hasattr(value, "to_local")
 
 
 def shape_of(value: Any) -> torch.Size:
-    """The shape of a whole parameter; a ShardedTensor is not asked for it, since it warns."""
+    """The full shape; a ShardedTensor's is read from its metadata, since ``.shape`` warns."""
     shape: torch.Size = value.metadata().size if hasattr(value, "local_shards") else value.shape
     return shape
 
 
 def local_rows(value: Any, group: Group) -> torch.Tensor:
-    """This rank's chunk of a sharded parameter; refuses one that is cut in another way.
+    """This rank's chunk of a sharded parameter; ValueError if the chunks are not ``torch.chunk``'s.
 
-    All ranks of the group refuse it or none does: one that went on would wait for the others.
+    All ranks of the group raise it or none does: otherwise some would wait for the others.
     """
     if hasattr(value, "to_local"):
-        _check_cut(value, group)
+        _check_placements(value, group)
         local: torch.Tensor = value.to_local()
         return local
     rows = [Rows.of(shape_of(value)[0], rank, group.size) for rank in range(group.size)]
     expected = [(start, end - start) for start, end in rows if end > start]
     shards = sorted(value.metadata().shards_metadata, key=lambda shard: shard.placement.rank())
-    cut = [(shard.shard_offsets[0], shard.shard_sizes[0]) for shard in shards]
-    # Specifications of torch's list the chunks of ranks that have no rows, too.
-    found = [(first, rows) for first, rows in cut if rows]
+    chunks = [(shard.shard_offsets[0], shard.shard_sizes[0]) for shard in shards]
+    # torch's sharding specs also list the empty chunks of ranks that have no rows.
+    found = [(first, rows) for first, rows in chunks if rows]
     if found != expected:
         raise ValueError(
-            f"the {group.size} ranks that share it expect (first row, rows) {expected} of it, but "
-            f"the ShardedTensor has {found}"
+            f"the {group.size} ranks that share the parameter expect (first row, rows) {expected} "
+            f"as chunks, but the ShardedTensor has {found}"
         )
     return local_shard(value)
 
 
-def _check_cut(value: Any, group: Group) -> None:
-    """Refuse a DTensor whose rows are not shared by the ranks of the group, in their order."""
+def _check_placements(value: Any, group: Group) -> None:
+    """Raise ValueError for a DTensor whose rows are not sharded over the group's ranks in order."""
     mesh = value.device_mesh.mesh
-    cut = [
+    shardings = [
         (place, dim)
         for dim, place in enumerate(value.placements)
         if not place.is_replicate() and mesh.shape[dim] > 1
     ]
     if group.size == 1:
-        fits = not cut
-    elif len(cut) == 1 and cut[0][0].is_shard(0):
-        streams = mesh.movedim(cut[0][1], -1).reshape(-1, mesh.shape[cut[0][1]])
-        fits = dist.get_process_group_ranks(group.group) in streams.tolist()
+        fits = not shardings
+    elif len(shardings) == 1 and shardings[0][0].is_shard(0):
+        _, dim = shardings[0]
+        groups = mesh.movedim(dim, -1).reshape(-1, mesh.shape[dim])
+        fits = dist.get_process_group_ranks(group.group) in groups.tolist()
     else:
         fits = False
     if not fits:
         ranks = dist.get_process_group_ranks(group.group)
         raise ValueError(
-            f"ranks {ranks} share it and expect a chunk of its rows each, but the DTensor has "
-            f"placements {value.placements} on a mesh of ranks {mesh.tolist()}"
+            f"ranks {ranks} share the parameter and expect a chunk of its rows each, but the "
+            f"DTensor has placements {value.placements} on a mesh of ranks {mesh.tolist()}"
         )
 
 
 def local_shard(value: Any) -> torch.Tensor:
-    """This rank's only shard of a ShardedTensor, or nothing."""
+    """This rank's only shard of a ShardedTensor; an empty tensor if it has none."""
     shards = value.local_shards()
     if shards:
         shard: torch.Tensor = shards[0].tensor
@@ -236,7 +237,7 @@ def local_shard(value: Any) -> torch.Tensor:
 
 
 def own_numel(numel: int, group: Group) -> int:
-    """How many of a flat tensor's elements lie in this rank's shard, padding left out."""
+    """The number of a flat tensor's elements in this rank's shard, without padding."""
     rows = Rows.of(numel, group.rank, group.size)
     return rows.end - rows.start
 
@@ -248,9 +249,9 @@ def gather_chunks(
     shapes: Sequence[Sequence[int]],
     locals_: Sequence[torch.Tensor],
 ) -> list[Any]:
-    """Tensors of these shapes on ``device``, from the chunks of all ranks, in one launch.
+    """All-gather tensors of these shapes on ``device`` from the chunks of all ranks, at once.
 
-    ``name`` says to the ranks, and in errors, what they are about to gather.
+    ``name`` is that of the unit in the order check and in errors.
     """
     if group.size == 1:
         return list(locals_)
@@ -270,22 +271,22 @@ def gather_chunks(
 
 
 def check_gatherable(value: Any) -> None:
-    """Refuse (ValueError) a ShardedTensor that :func:`gather_whole` cannot put together."""
+    """Raise ValueError for a ShardedTensor that :func:`gather_full` cannot all-gather."""
     if hasattr(value, "local_shards"):
         local_rows(value, group_for(value._process_group))
 
 
-def gather_whole(value: Any, name: str, device: torch.device) -> torch.Tensor:
-    """The whole of a sharded tensor on ``device``; all ranks that have chunks of it call this."""
-    whole: torch.Tensor
+def gather_full(value: Any, name: str, device: torch.device) -> torch.Tensor:
+    """All-gather a sharded tensor on ``device``; all ranks that have chunks of it call this."""
+    full: torch.Tensor
     if hasattr(value, "to_local"):
-        # A DTensor may lie in the host's memory, where the backend of its mesh cannot reach it.
-        whole = value.to(value.device_mesh.device_type).full_tensor()
-        return whole.to(device)
+        # A DTensor may be in host memory, which the backend of its mesh cannot access.
+        full = value.to(value.device_mesh.device_type).full_tensor()
+        return full.to(device)
     group = group_for(value._process_group)
     rows = local_rows(value, group)
     group.begin_pass("gather a sharded tensor", name)
     kinds = [kind.type for kind in group.group._device_types]
     place = device if device.type in kinds else torch.device(kinds[0])
-    (whole,) = gather_chunks(group, name, place, [shape_of(value)], [rows])
-    return whole.to(device)
+    (full,) = gather_chunks(group, name, place, [shape_of(value)], [rows])
+    return full.to(device)

@@ -1,9 +1,10 @@
-"""The optimizer-state methods of a wrapper: thin, static, and named as programs know them."""
+"""The public functions for optimizer state: the wrapper's static methods, and templates to load."""
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,18 +17,19 @@ from ...api import (
     adopt,
 )
 from ..model.methods import StateDicts
-from .conversion import named_state_dict, state_dict_to_load
-from .groups import rekeyed
-from .params import parameter_groups_of
+from ..model.sharded_tensors import Rows
+from .load import state_dict_to_load
+from .params import Groups, OptimParam, OriginalParam, optim_groups, parameter_groups_of
+from .save import named_groups, named_state_dict
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
 
 class OptimStateDicts:
-    """Optimizer state under the names of the unwrapped model.
+    """Optimizer state by the parameter names of the unwrapped model.
 
-    Everything here is called by all ranks. ``group`` is accepted where programs pass it; which
-    ranks share what is known from the units.
+    All ranks call these methods. ``group`` is accepted and ignored: each unit has its own process
+    groups.
     """
 
     @staticmethod
@@ -37,10 +39,10 @@ class OptimStateDicts:
         optim_state_dict: dict[str, Any] | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """The state of ``optim``, in the type that was chosen for ``model``'s state dicts.
+        """Return the state of ``optim`` in the state dict type that is set for ``model``.
 
-        ``optim_state_dict`` is what ``optim.state_dict()`` returned, if it was called already.
-        Keys are the parameters' names in the unwrapped model. Everything is a copy.
+        Pass ``optim.state_dict()`` as ``optim_state_dict`` if you called it already. Keys are the
+        parameters' names in the unwrapped model. All tensors are copies.
 
         >>> with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         ...     state = FSDP.optim_state_dict(model, optimizer)
@@ -58,12 +60,12 @@ class OptimStateDicts:
         load_directly: bool = False,
         group: Any = None,
     ) -> dict[str, Any]:
-        """What ``optim.load_state_dict`` takes, made of what :meth:`optim_state_dict` returned.
+        """Convert what :meth:`optim_state_dict` returned for ``optim.load_state_dict``.
 
-        It may have been made by other ranks, with another wrapping, another strategy or without
-        any. A full state dict is expected on every rank, or on the first alone if ``rank0_only``
-        is chosen; ``load_directly`` loads it as well. ``is_named_optimizer`` tells that the
-        optimizer calls parameters by their names in ``model``.
+        The state may have been saved by another number of ranks, with another wrapping or strategy,
+        or without sharding. Every rank passes a full state dict, or with ``rank0_only`` the first
+        rank alone. With ``load_directly`` it is also loaded into ``optim``. Set
+        ``is_named_optimizer`` if the optimizer's keys are the parameters' names in ``model``.
         """
         config = StateDicts.get_state_dict_type(model).optim_state_dict_config
         groups = parameter_groups_of(model, optim)
@@ -72,7 +74,7 @@ class OptimStateDicts:
             optim.load_state_dict(found)
         return found
 
-    # -- the older family: the type is in the name ----------------------------------------------
+    # -- older methods, one per state dict type -------------------------------------------------
 
     @staticmethod
     def full_optim_state_dict(
@@ -82,11 +84,11 @@ class OptimStateDicts:
         rank0_only: bool = True,
         group: Any = None,
     ) -> dict[str, Any]:
-        """The full state of ``optim`` in host memory, on the first rank or on all.
+        """Return the full state of ``optim`` in host memory, on the first rank or on all ranks.
 
-        ``optim_input`` is not needed: the optimizer knows what it was made of.
+        ``optim_input`` is deprecated and ignored: the optimizer has its parameters.
         """
-        _discourage(optim_input)
+        _warn_if_given(optim_input)
         config = FullOptimStateDictConfig(rank0_only=rank0_only)
         given = optim.state_dict()
         return named_state_dict(model, parameter_groups_of(model, optim), given, config)
@@ -95,7 +97,7 @@ class OptimStateDicts:
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: Any = None
     ) -> dict[str, Any]:
-        """The state of ``optim`` in sharded tensors."""
+        """Return the state of ``optim`` as sharded tensors."""
         chosen = StateDicts.get_state_dict_type(model).optim_state_dict_config
         if not isinstance(chosen, ShardedOptimStateDictConfig):
             chosen = ShardedOptimStateDictConfig(offload_to_cpu=False)
@@ -109,12 +111,12 @@ class OptimStateDicts:
         optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """This rank's part of a full state dict that every rank has; nothing is sent.
+        """Return this rank's part of a full state dict that every rank has, without communication.
 
-        Without ``optim`` (or ``optim_input``) the optimizer is taken to be over
+        Without ``optim`` (or ``optim_input``) the optimizer is assumed to hold
         ``model.parameters()``.
         """
-        _discourage(optim_input)
+        _warn_if_given(optim_input)
         groups = parameter_groups_of(model, optim, optim_input)
         return state_dict_to_load(model, groups, full_optim_state_dict, FullOptimStateDictConfig())
 
@@ -126,8 +128,8 @@ class OptimStateDicts:
         optim: torch.optim.Optimizer | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """This rank's part of a full state dict that the first rank has; others may pass None."""
-        _discourage(optim_input)
+        """Return this rank's part of the first rank's full state dict; others may pass None."""
+        _warn_if_given(optim_input)
         groups = parameter_groups_of(model, optim, optim_input)
         config = FullOptimStateDictConfig(rank0_only=True)
         return state_dict_to_load(model, groups, full_optim_state_dict, config)
@@ -138,7 +140,7 @@ class OptimStateDicts:
         model: nn.Module,
         optim: torch.optim.Optimizer,
     ) -> dict[str, Any]:
-        """What ``optim`` can load of what :meth:`sharded_optim_state_dict` returned."""
+        """Convert what :meth:`sharded_optim_state_dict` returned for ``optim.load_state_dict``."""
         groups = parameter_groups_of(model, optim)
         config = ShardedOptimStateDictConfig()
         return state_dict_to_load(model, groups, sharded_optim_state_dict, config)
@@ -151,25 +153,142 @@ class OptimStateDicts:
         optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """A full state dict by names as one by ids, for an optimizer over ``model``, or back.
+        """Convert a full state dict from names to ids of an optimizer's parameters, or back.
 
-        ``model`` is the unwrapped one, or any whose optimizer has every parameter on its own.
-        Without ``optim`` (or ``optim_input``) that optimizer is taken to be over
-        ``model.parameters()``.
+        ``model`` is the unwrapped model, or one wrapped with ``use_orig_params=True``. Without
+        ``optim`` (or ``optim_input``) its optimizer is assumed to hold ``model.parameters()``.
 
         >>> full = FSDP.full_optim_state_dict(model, optimizer)
         >>> by_id = FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, Net())
         """
         kind = adopt(optim_state_key_type, OptimStateKeyType, "optim_state_key_type")
-        _discourage(optim_input)
+        _warn_if_given(optim_input)
         groups = parameter_groups_of(model, optim, optim_input)
-        return rekeyed(optim_state_dict, kind, model, groups)
+        return _rekeyed(optim_state_dict, kind, optim_groups(model, groups))
 
 
-def _discourage(optim_input: OptimInput) -> None:
+def _warn_if_given(optim_input: OptimInput) -> None:
     if optim_input is not None:
         warnings.warn(
-            "The `optim_input` argument is deprecated: the optimizer knows its parameters",
+            "The `optim_input` argument is deprecated: the optimizer has its parameters. Pass "
+            "`optim` instead",
             FutureWarning,
             stacklevel=3,
         )
+
+
+# -- keys: names and ids --------------------------------------------------------------------------
+
+
+def _rekeyed(
+    state_dict: Mapping[str, Any], key_type: OptimStateKeyType, groups: Groups
+) -> dict[str, Any]:
+    """``state_dict`` with names, or with ids in the optimizer, as keys of its parameters."""
+    originals = [_only_original(param) for group in groups for param in group]
+    if key_type is OptimStateKeyType.PARAM_NAME:
+        names = {position: original.name for position, original in enumerate(originals)}
+        return _with_keys(state_dict, names, "id")
+    ids = {name: i for i, original in enumerate(originals) for name in original.names}
+    found = _with_keys(state_dict, ids, "name")
+    # Optimizers match saved groups and their parameters with their own by position.
+    for group in found["param_groups"]:
+        group["params"].sort()
+    found["param_groups"].sort(key=lambda group: (group["params"] or [len(ids)])[0])
+    return found
+
+
+def _only_original(param: OptimParam) -> OriginalParam:
+    if len(param.originals) > 1:
+        raise ValueError(
+            f"{param.path} holds {len(param.originals)} parameters ({param.originals[0].name}, …), "
+            "which have no ids of their own in the optimizer. Pass the unwrapped model, or one "
+            "that was wrapped with use_orig_params=True"
+        )
+    return param.originals[0]
+
+
+def _with_keys(
+    state_dict: Mapping[str, Any], new_keys: Mapping[Any, Any], kind: str
+) -> dict[str, Any]:
+    """``state_dict`` with new keys in place of the old ones of this kind; new ones are kept."""
+    keys = [*state_dict["state"], *(k for g in state_dict["param_groups"] for k in g["params"])]
+    known = {*new_keys, *new_keys.values()}
+    unknown = [key for key in dict.fromkeys(keys) if key not in known]
+    if unknown:
+        raise ValueError(
+            f"The optimizer state dict has parameters that the model does not have, by {kind}: "
+            f"{unknown[:10]}. The model has {len(new_keys)} parameters"
+        )
+    return {
+        **state_dict,
+        "state": {new_keys.get(key, key): value for key, value in state_dict["state"].items()},
+        "param_groups": [
+            {**group, "params": [new_keys.get(key, key) for key in group["params"]]}
+            for group in state_dict["param_groups"]
+        ],
+    }
+
+
+# -- templates ------------------------------------------------------------------------------------
+
+
+def optim_state_template(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    metadata: Any,
+    root: tuple[str, ...] = ("optim",),
+    config: ShardedOptimStateDictConfig | None = None,
+) -> dict[str, Any]:
+    """Allocate a sharded optimizer state dict for ``dcp.load``, by a checkpoint's ``metadata``.
+
+    ``torch.distributed.checkpoint`` loads into existing tensors, and an optimizer that was never
+    stepped has none. ``root`` is the path of the optimizer's state dict in what ``dcp.save`` was
+    given. Entries of parameters that ``optim`` does not have are left out.
+
+    >>> reader = dcp.FileSystemReader(path)
+    >>> state = {"optim": optim_state_template(model, optimizer, reader.read_metadata())}
+    >>> dcp.load(state, storage_reader=reader)
+    >>> loaded = FSDP.optim_state_dict_to_load(model, optimizer, state["optim"])
+    >>> optimizer.load_state_dict(loaded)
+    """
+    config = config or ShardedOptimStateDictConfig()
+    groups = optim_groups(model, parameter_groups_of(model, optim))
+    holders = {
+        name: (param, original)
+        for group in groups
+        for param in group
+        for original in param.originals
+        for name in original.names
+    }
+    state: dict[str, dict[str, Any]] = {}
+    for flat_key, path in metadata.planner_data.items():
+        if path[: len(root) + 1] != (*root, "state"):
+            continue
+        name, key = path[len(root) + 1 : len(root) + 3]
+        if name in holders:
+            described = metadata.state_dict_metadata[flat_key]
+            state.setdefault(name, {})[key] = _allocate(*holders[name], described, config)
+    names = [[o.name for param in group for o in param.originals] for group in groups]
+    return {"state": state, "param_groups": named_groups(optim.param_groups, names)}
+
+
+def _allocate(
+    param: OptimParam, original: OriginalParam, described: Any, config: ShardedOptimStateDictConfig
+) -> Any:
+    if not hasattr(described, "size"):
+        return None  # Not a tensor: dcp.load replaces it by the value.
+    dtype, shape = described.properties.dtype, tuple(described.size)
+    if param.unit_state is None or shape != param.full_shape(original) or shape == ():
+        return torch.zeros(shape, dtype=dtype)
+    unit = param.unit_state.unit
+    last = Rows.of(shape[0], unit.shards.size - 1, unit.shards.size)
+    if last.start == last.end:
+        # torch.distributed.checkpoint ignores a ShardedTensor on ranks that have no shard of it,
+        # and takes the checkpoint for one of an older format that nests parameter groups.
+        config = dataclasses.replace(config, _use_dtensor=True)
+    # A view of one element with the full shape: only this rank's chunk of it gets memory.
+    full = torch.zeros((), dtype=dtype, device=unit.device).expand(shape)
+    distribution = param.distribution(original)
+    if distribution is not None:
+        full = distribution.part(full)
+    return param.unit_state.saved_copy(full, config, distribution)

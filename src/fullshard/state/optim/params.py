@@ -1,7 +1,7 @@
-"""Which parameters of the unwrapped model stand behind each parameter that an optimizer holds.
+"""The parameters that an optimizer holds, in terms of the unwrapped model's parameters.
 
-An optimizer over a sharded model holds flat parameters, pieces of original ones, or parameters
-that no unit manages. Everything else about optimizer state is said in terms of what is found here.
+An optimizer over a sharded model holds flat parameters, this rank's pieces of original parameters,
+or parameters that no unit manages. The rest of this folder works with what is found here.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ from ...engine.params.handle import FlatParamHandle
 from ...engine.params.layout import Piece, Slot
 from ...engine.params.locations import WRAPPED_MODULE, clean_tensor_name
 from ...engine.params.tensor_parallel import Distribution
-from ..model.state_hooks import FLAT_NAME, ModelState
+from ..model.unit_state import FLAT_NAME, UnitState
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Original:
-    """A parameter of the unwrapped model; ``names[0]`` is what ``named_parameters`` calls it."""
+class OriginalParam:
+    """A parameter of the unwrapped model; a shared one has several names.
+
+    ``names[0]`` is the one in ``named_parameters()``. ``index`` counts the parameters of the group
+    that a unit flattened together.
+    """
 
     names: tuple[str, ...]
     index: int = 0
@@ -32,60 +36,62 @@ class Original:
         return self.names[0]
 
     def find(self, values: Mapping[str, Any]) -> Any:
-        """What is known under one of the names, or None."""
+        """Return the value under the first of the names that ``values`` has, or None."""
         return next((values[name] for name in self.names if name in values), None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Owned:
-    """A parameter that an optimizer may hold, and the originals it is made of.
+class OptimParam:
+    """A parameter that an optimizer may hold, and the original parameters that it consists of.
 
-    ``path`` is its name in the wrapped model, ``position`` its place among all that an optimizer
-    could hold. ``unit`` and ``handle`` are None for a parameter that no unit manages.
+    ``path`` is its fully qualified name without the wrappers' prefixes; a flat parameter's ends in
+    ``_flat_param``. ``position`` is its index among all parameters that an optimizer could hold.
+    ``unit_state`` and ``handle`` are None for a parameter that no unit manages.
     """
 
     parameter: nn.Parameter
     path: str
-    originals: tuple[Original, ...]
+    originals: tuple[OriginalParam, ...]
     position: int
-    unit: ModelState | None = None
+    unit_state: UnitState | None = None
     handle: FlatParamHandle | None = None
 
     @property
-    def is_spread(self) -> bool:
-        """Whether other ranks may hold other parts of it."""
+    def is_sharded(self) -> bool:
+        """True if every rank holds a different part of the parameter."""
         return self.handle is not None and self.handle.is_sharded
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Every name that it alone has in the unwrapped model; a flat one has none."""
-        return () if self.is_flat else self.originals[0].names
-
-    @property
     def is_flat(self) -> bool:
+        """True for a flat parameter, which consists of all of its originals."""
         return self.handle is not None and not self.handle.use_orig_params
 
-    def slot(self, original: Original) -> Slot:
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names in the unwrapped model; a flat parameter has none."""
+        return () if self.is_flat else self.originals[0].names
+
+    def slot(self, original: OriginalParam) -> Slot:
         assert self.handle is not None
         return self.handle.layout.slots[original.index]
 
-    def piece(self, original: Original) -> Piece:
+    def piece(self, original: OriginalParam) -> Piece:
         assert self.handle is not None
         return self.handle.pieces[original.index]
 
-    def shape_of(self, original: Original) -> tuple[int, ...]:
-        """The shape of the whole original."""
+    def full_shape(self, original: OriginalParam) -> tuple[int, ...]:
+        """The shape of the original parameter, unsharded."""
         if self.handle is None:
             return tuple(self.parameter.shape)
         return tuple(self.handle.whole_shape(original.index))
 
-    def distribution(self, original: Original) -> Distribution | None:
-        """How tensor parallelism distributed the original, if it did."""
+    def distribution(self, original: OriginalParam) -> Distribution | None:
+        """The distribution of a tensor-parallel parameter; None for any other."""
         return None if self.handle is None else self.handle.distribution(original.index)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of state that has one value for each element of what this rank holds."""
+        """The shape of a per-element state tensor on this rank."""
         handle = self.handle
         if handle is None:
             return tuple(self.parameter.shape)
@@ -95,11 +101,11 @@ class Owned:
         return (self.piece(original).numel,) if handle.is_sharded else self.slot(original).shape
 
     @property
-    def is_here(self) -> bool:
-        """Whether this rank's optimizer has state for it, once it was stepped.
+    def is_in_shard(self) -> bool:
+        """True if this rank's shard holds a part of the parameter.
 
-        A rank without a piece of a parameter gets no gradient for it. All ranks count as holding
-        one without elements.
+        A rank without a part gets no gradient for the parameter, so its optimizer never updates
+        the parameter's state. A parameter without elements counts as held by all ranks.
         """
         if self.handle is None or self.is_flat or not self.handle.is_sharded:
             return True
@@ -107,100 +113,30 @@ class Owned:
         return self.piece(original).in_shard or self.slot(original).numel == 0
 
 
-Groups = list[list[Owned]]
+#: An optimizer's parameter groups.
+Groups = list[list[OptimParam]]
 
 
-def wrappers_in(model: nn.Module) -> Iterator[tuple[str, ModelState]]:
-    """Each unit's state with the prefix that its parameters have in the unwrapped model."""
+def unit_states(model: nn.Module) -> Iterator[tuple[str, UnitState]]:
+    """Each unit in ``model``, with the prefix that its parameters have in the unwrapped model."""
     for path, module in model.named_modules():
-        state = module.__dict__.get("_model_state")
+        state = module.__dict__.get("_unit_state")
         if state is not None:
             yield clean_tensor_name(f"{path}.") if path else "", state
 
 
-def known_parameters(model: nn.Module) -> dict[nn.Parameter, Owned]:
-    """Everything in ``model`` that an optimizer could hold, units first."""
-    known: dict[nn.Parameter, Owned] = {}
-    managed: set[tuple[nn.Module, str]] = set()
-    for prefix, state in wrappers_in(model):
-        state.refuse_inside_pass("The optimizer's state dict")
-        unit = state.unit
-        if not (unit.summoned or unit.shows_full):
-            unit.write_back()
-        for position, handle in enumerate(unit.handles):
-            managed.update((place.module, place.name) for p in handle.places for place in p)
-            originals = [
-                Original(tuple(prefix + place.path for place in places), index)
-                for index, places in enumerate(handle.places)
-            ]
-            if handle.use_orig_params:
-                for parameter, original in zip(handle.params, originals, strict=True):
-                    known[parameter] = Owned(
-                        parameter, original.name, (original,), len(known), state, handle
-                    )
-            else:
-                path = prefix + (f"{FLAT_NAME}_{position}" if position else FLAT_NAME)
-                flat = handle.flat_param
-                known[flat] = Owned(flat, path, tuple(originals), len(known), state, handle)
-    for parameter, names in _unmanaged(model, known, managed).items():
-        known[parameter] = Owned(parameter, names[0], (Original(tuple(names)),), len(known))
-    _refuse_same_names(model, known, managed)
-    return known
-
-
-def _refuse_same_names(
-    model: nn.Module,
-    known: Mapping[nn.Parameter, Owned],
-    managed: set[tuple[nn.Module, str]],
-) -> None:
-    """Refuse parameters that differ in nothing but the prefixes of wrappers: state goes by name."""
-    called: dict[str, Original] = {}
-    for original in (original for owned in known.values() for original in owned.originals):
-        for name in original.names:
-            if called.setdefault(name, original) is original:
-                continue
-            places = {(m, n) for m in model.modules() for n in m._parameters} | managed
-            paths = {module: path for path, module in model.named_modules()}
-            full = (f"{paths[m]}.{n}".lstrip(".") for m, n in places if m in paths)
-            alike = sorted(
-                path.replace(f"{WRAPPED_MODULE}.", "")
-                for path in full
-                if clean_tensor_name(path) == name
-            )
-            raise ValueError(
-                f"{' and '.join(alike)} are both {name!r} in the state of an optimizer, which is "
-                "by names without the prefixes of wrappers: call the module of one of them "
-                "otherwise"
-            )
-
-
-def _unmanaged(
-    model: nn.Module,
-    known: Mapping[nn.Parameter, Owned],
-    managed: set[tuple[nn.Module, str]],
-) -> dict[nn.Parameter, list[str]]:
-    found: dict[nn.Parameter, list[str]] = {}
-    for path, module in model.named_modules():
-        prefix = clean_tensor_name(f"{path}.") if path else ""
-        for name, parameter in module._parameters.items():
-            if parameter is None or parameter in known or (module, name) in managed:
-                continue
-            found.setdefault(parameter, []).append(prefix + name)
-    return found
-
-
-def owned_groups(model: nn.Module, parameter_groups: Sequence[Sequence[nn.Parameter]]) -> Groups:
-    """The optimizer's parameter groups, in terms of the unwrapped model."""
-    known = known_parameters(model)
+def optim_groups(model: nn.Module, parameter_groups: Sequence[Sequence[nn.Parameter]]) -> Groups:
+    """The optimizer's parameter groups, in terms of the unwrapped model's parameters."""
+    known = _all_params(model)
     for position, group in enumerate(parameter_groups):
-        strangers = [p for p in group if p not in known]
-        if strangers:
-            shapes = [tuple(p.shape) for p in strangers[:3]]
+        unknown = [p for p in group if p not in known]
+        if unknown:
+            shapes = [tuple(p.shape) for p in unknown[:3]]
             raise ValueError(
-                f"Parameter group {position} of the optimizer has {len(strangers)} parameters "
-                f"(shapes {shapes}) that {type(model).__name__} has not. Give the model whose "
-                "parameters the optimizer was made of; unless use_orig_params is set, make the "
-                "optimizer after wrapping"
+                f"Parameter group {position} of the optimizer has {len(unknown)} parameters "
+                f"(shapes {shapes}) that are not parameters of this {type(model).__name__}. Pass "
+                "the model whose parameters the optimizer was constructed with. Without "
+                "use_orig_params=True, construct the optimizer after wrapping the model"
             )
     return [[known[parameter] for parameter in group] for group in parameter_groups]
 
@@ -208,7 +144,7 @@ def owned_groups(model: nn.Module, parameter_groups: Sequence[Sequence[nn.Parame
 def parameter_groups_of(
     model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: Any = None
 ) -> list[list[nn.Parameter]]:
-    """What an optimizer holds, or would hold if it were made from ``optim_input``."""
+    """The parameters that ``optim`` holds, or that an optimizer of ``optim_input`` would hold."""
     if optim is not None:
         return [list(group["params"]) for group in optim.param_groups]
     if optim_input is None:
@@ -224,19 +160,94 @@ def _parameters(given: Any) -> list[nn.Parameter]:
     return [item[1] if isinstance(item, tuple) else item for item in items]
 
 
-def in_model_order(groups: Groups) -> list[Owned]:
-    """The optimizer's parameters in the order in which ranks communicate.
+def in_model_order(groups: Groups) -> list[OptimParam]:
+    """The optimizer's parameters in the model's order, in which ranks communicate.
 
-    It is the model's: each rank's optimizer may list the parameters, and the groups, in its own.
+    Each rank's optimizer may list its parameters and its groups in another order.
     """
-    found = [owned for group in groups for owned in group]
-    return sorted(found, key=lambda owned: owned.position)
+    return sorted((param for group in groups for param in group), key=lambda p: p.position)
 
 
-def units_of(groups: Groups) -> dict[ModelState, list[Owned]]:
-    """The optimizer's parameters unit by unit, in the order in which ranks communicate."""
-    found: dict[ModelState, list[Owned]] = {}
-    for owned in in_model_order(groups):
-        if owned.unit is not None:
-            found.setdefault(owned.unit, []).append(owned)
+def by_unit(groups: Groups) -> dict[UnitState, list[OptimParam]]:
+    """The optimizer's parameters of each unit, in the order in which ranks communicate."""
+    found: dict[UnitState, list[OptimParam]] = {}
+    for param in in_model_order(groups):
+        if param.unit_state is not None:
+            found.setdefault(param.unit_state, []).append(param)
     return found
+
+
+# -- finding all parameters of a model ------------------------------------------------------------
+
+
+def _all_params(model: nn.Module) -> dict[nn.Parameter, OptimParam]:
+    """Everything in ``model`` that an optimizer could hold, units' parameters first."""
+    known: dict[nn.Parameter, OptimParam] = {}
+    managed: set[tuple[nn.Module, str]] = set()
+    for prefix, state in unit_states(model):
+        state.refuse_inside_pass("The optimizer state dict")
+        unit = state.unit
+        if not (unit.summoned or unit.shows_full):
+            unit.write_back()
+        for position, handle in enumerate(unit.handles):
+            managed.update((place.module, place.name) for p in handle.places for place in p)
+            originals = [
+                OriginalParam(tuple(prefix + place.path for place in places), index)
+                for index, places in enumerate(handle.places)
+            ]
+            if handle.use_orig_params:
+                for parameter, original in zip(handle.params, originals, strict=True):
+                    known[parameter] = OptimParam(
+                        parameter, original.name, (original,), len(known), state, handle
+                    )
+            else:
+                path = prefix + (f"{FLAT_NAME}_{position}" if position else FLAT_NAME)
+                flat = handle.flat_param
+                known[flat] = OptimParam(flat, path, tuple(originals), len(known), state, handle)
+    for parameter, names in _unmanaged(model, known, managed).items():
+        original = OriginalParam(tuple(names))
+        known[parameter] = OptimParam(parameter, names[0], (original,), len(known))
+    _check_unique_names(model, known, managed)
+    return known
+
+
+def _unmanaged(
+    model: nn.Module,
+    known: Mapping[nn.Parameter, OptimParam],
+    managed: set[tuple[nn.Module, str]],
+) -> dict[nn.Parameter, list[str]]:
+    """The names of each parameter that no unit manages."""
+    found: dict[nn.Parameter, list[str]] = {}
+    for path, module in model.named_modules():
+        prefix = clean_tensor_name(f"{path}.") if path else ""
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter in known or (module, name) in managed:
+                continue
+            found.setdefault(parameter, []).append(prefix + name)
+    return found
+
+
+def _check_unique_names(
+    model: nn.Module,
+    known: Mapping[nn.Parameter, OptimParam],
+    managed: set[tuple[nn.Module, str]],
+) -> None:
+    """Refuse two parameters whose names differ only in the prefixes of wrappers."""
+    holders: dict[str, OriginalParam] = {}
+    for original in (original for param in known.values() for original in param.originals):
+        for name in original.names:
+            if holders.setdefault(name, original) is original:
+                continue
+            places = {(m, n) for m in model.modules() for n in m._parameters} | managed
+            paths = {module: path for path, module in model.named_modules()}
+            full = (f"{paths[m]}.{n}".lstrip(".") for m, n in places if m in paths)
+            same = sorted(
+                path.replace(f"{WRAPPED_MODULE}.", "")
+                for path in full
+                if clean_tensor_name(path) == name
+            )
+            raise ValueError(
+                f"{' and '.join(same)} are both {name!r} in the state dict of an optimizer, whose "
+                "keys are parameter names without the prefixes of wrappers. Rename one of the "
+                "modules"
+            )
