@@ -65,7 +65,7 @@ def _scale_around(original: Any) -> Any:
     ) -> None:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         gradients = [p.grad for p in given if p.grad is not None]
-        if _common_spec(gradients) is None or not isinstance(total_norm, DTensor):
+        if not all(map(is_reduced_by_us, gradients)) or not isinstance(total_norm, DTensor):
             original(given, max_norm, total_norm, foreach)
             return
         with torch.no_grad():
@@ -81,21 +81,26 @@ def _scale_around(original: Any) -> Any:
     return clip_grads_with_norm_
 
 
-def _common_spec(gradients: list[Any]) -> Any:
-    """The mesh and placements of all of them; None if they differ or some are no DTensors."""
+def _by_spec(gradients: list[Any]) -> list[tuple[Any, list[torch.Tensor]]] | None:
+    """The local parts of gradients, by the mesh and placements that they share.
+
+    None if some are not DTensors that fullshard made.
+    """
     if not gradients or not all(map(is_reduced_by_us, gradients)):
         return None
-    first = gradients[0]._spec
-    mesh, placements = first.device_mesh, first.placements
+    found: list[tuple[Any, list[torch.Tensor]]] = []
     for gradient in gradients:
         spec = gradient._spec
-        same_mesh = spec.device_mesh is mesh or spec.device_mesh == mesh
-        if not same_mesh or spec.placements != placements:
-            return None
-    # Rows of different dimensions would do as well, but sums that are not made yet would not.
-    if any(placement.is_partial() for placement in placements):
-        return None
-    return first
+        for known, locals_ in found:
+            same_mesh = spec.device_mesh is known.device_mesh
+            if same_mesh and spec.placements == known.placements:
+                locals_.append(gradient._local_tensor)
+                break
+        else:
+            if any(placement.is_partial() for placement in spec.placements):
+                return None
+            found.append((spec, [gradient._local_tensor]))
+    return found
 
 
 def _local(gradient: Any) -> torch.Tensor:
@@ -105,11 +110,25 @@ def _local(gradient: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def _norm_of_parts(gradients: list[Any], norm_type: float) -> torch.Tensor | None:
-    """The norm of all gradients, as torch returns it: a DTensor that every rank has."""
-    spec = _common_spec(gradients)
-    if spec is None or norm_type <= 0:
+    """The norm of all gradients, as torch returns it: a DTensor that every rank has.
+
+    Torch refuses gradients on different meshes, as those beside tensor-parallel ones are; here
+    each kind is reduced over its own mesh.
+    """
+    groups = _by_spec(gradients)
+    if groups is None or norm_type <= 0:
         return None
-    locals_ = [gradient._local_tensor for gradient in gradients]
+    totals = [_norm_over_mesh(spec, locals_, norm_type) for spec, locals_ in groups]
+    total = totals[0]
+    if len(totals) > 1:
+        total = torch.linalg.vector_norm(torch.stack(totals), norm_type)
+    mesh = groups[0][0].device_mesh
+    norm: torch.Tensor = DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return norm
+
+
+def _norm_over_mesh(spec: Any, locals_: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The norm of gradients of which ``locals_`` are this rank's parts."""
     is_maximum = norm_type == float("inf")
     if is_maximum:
         # Torch cannot take the maximum of nothing, and a rank may have no rows at all.
@@ -117,15 +136,13 @@ def _norm_of_parts(gradients: list[Any], norm_type: float) -> torch.Tensor | Non
         locals_ = filled or [locals_[0].new_zeros(1)]
     norms = torch._foreach_norm(locals_, norm_type)
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    replicated = [Replicate()] * len(spec.placements)
+    # Not is_shard(): of rows of what tensor parallelism has cut it says otherwise.
     unreduced = [
-        Partial("max" if is_maximum else "sum") if placement.is_shard() else Replicate()
+        Replicate() if placement.is_replicate() else Partial("max" if is_maximum else "sum")
         for placement in spec.placements
     ]
     terms = total if is_maximum else total.pow(norm_type)
     summed: Any = DTensor.from_local(terms, spec.device_mesh, unreduced, run_check=False)
-    found = summed.redistribute(spec.device_mesh, replicated).to_local()
-    if not is_maximum:
-        found = found.pow(1.0 / norm_type)
-    norm: torch.Tensor = DTensor.from_local(found, spec.device_mesh, replicated, run_check=False)
-    return norm
+    replicated = [Replicate()] * len(unreduced)
+    found: torch.Tensor = summed.redistribute(spec.device_mesh, replicated).to_local()
+    return found if is_maximum else found.pow(1.0 / norm_type)
