@@ -119,7 +119,7 @@ def test_the_profile_accounts_for_the_whole_step(results: Any) -> None:
 
     assert written["missing"] == []
     # Three units: a host keeps the root's and the two last ones' for backward.
-    assert phases["gather: collective"]["calls"] == 3
+    assert phases["unshard: all-gather"]["calls"] == 3
     assert phases["reduce: collective"]["calls"] == 3
     clocked = sum(phase["ms"] for phase in phases.values())
     assert 0.5 * written["mean clocked ms"] < clocked <= written["mean clocked ms"]

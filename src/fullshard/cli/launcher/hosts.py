@@ -13,6 +13,7 @@ Note: how hosts watch each other
 
 from __future__ import annotations
 
+import atexit
 import json
 import socket
 import threading
@@ -75,7 +76,12 @@ class HostWatch:
         self._told = threading.Event()
         self._woken = threading.Event()
         self._ended = False
-        threading.Thread(target=self._watch, args=(store,), name="hosts", daemon=True).start()
+        self._thread = threading.Thread(
+            target=self._watch, args=(store,), name="hosts", daemon=True
+        )
+        self._thread.start()
+        # Not as a bound method, which would keep the watch for as long as the process lives.
+        atexit.register(_end_at_exit, weakref.ref(self))
 
     def lost(self) -> str | None:
         """Which hosts are lost, in words. Called again and again."""
@@ -108,6 +114,15 @@ class HostWatch:
         """Watch no longer."""
         self._ended = True
         self._woken.set()
+
+    def end_at_exit(self) -> None:
+        """Return when the thread is out of the store, or hangs there.
+
+        When the interpreter ends, it ends its threads. To end one inside of torch's C++ code is to
+        abort the process.
+        """
+        self.end()
+        self._thread.join(_SECONDS_TO_HEAR)
 
     def _named(self, place: int) -> str:
         return str(self._hosts[place]) if place < len(self._hosts) else f"host {place}"
@@ -182,6 +197,12 @@ class HostWatch:
         if store.check(["failures"]):
             self._failures = store.get("failures").decode().splitlines()
         self._told.set()
+
+
+def _end_at_exit(reference: weakref.ref[HostWatch]) -> None:
+    watch = reference()
+    if watch is not None:
+        watch.end_at_exit()
 
 
 #: The watch of each attempt, by the launcher's object for its ranks.

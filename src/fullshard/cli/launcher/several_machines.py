@@ -11,6 +11,7 @@ that the launcher stays able to react, :class:`PatientRendezvous` has another th
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import queue
@@ -194,11 +195,13 @@ class PatientRendezvous(RendezvousHandler):
         # Without a deadline of its own, such as under ``static``, torch's holds.
         given = parameters.get("join_timeout") or parameters.get("timeout")
         self._seconds_to_join = int(given or _SECONDS_TO_JOIN)
-        self._questions: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = (
+        self._questions: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = (
             queue.SimpleQueue()
         )
         self._waiting: Future[int] | None = None
-        threading.Thread(target=self._answer, name="rendezvous", daemon=True).start()
+        self._thread = threading.Thread(target=self._answer, name="rendezvous", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other launchers; says so if that takes long."""
@@ -279,9 +282,18 @@ class PatientRendezvous(RendezvousHandler):
         except TimeoutError:
             return otherwise
 
+    def _end(self) -> None:
+        """At exit, return when the thread is out of torch's C++ code, or hangs there.
+
+        The interpreter ends its threads when it ends, and to end one there aborts the process.
+        """
+        self._questions.put(None)
+        self._thread.join(_SECONDS_TO_ANSWER)
+
     def _answer(self) -> None:
-        while True:
-            question, answer = self._questions.get()
+        while (asked := self._questions.get()) is not None:
+            question, answer = asked
+            del asked
             try:
                 answer.set_result(question())
             except BaseException as error:
