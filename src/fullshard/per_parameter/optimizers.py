@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -99,9 +101,12 @@ class _Twin:
     def __init__(self, kind: type[torch.optim.Optimizer]) -> None:
         self.optimizer: Any = object.__new__(kind)
         self.optimizer.state = defaultdict(dict)
-        self._pairs: list[tuple[Any, Any]] = []
-        #: Per parameter, the state as users see it and the values that the twin's was made of.
-        self._seen: dict[Any, tuple[dict[str, Any], list[Any]]] = {}
+        self._params: list[Any] = []
+        self._stand_ins: list[Any] = []
+        #: The values of all parameters' state as users see them, and those of the twin's, when the
+        #: one was last made from the other. While both are the same objects, nothing is to be done.
+        self._shown: list[Any] = []
+        self._stepped: list[Any] = []
 
     def prepare(self, optimizer: Any) -> None:
         """Have the twin be as the optimizer is now."""
@@ -110,44 +115,37 @@ class _Twin:
         for name, value in optimizer.__dict__.items():
             if name not in _OWN:
                 mine[name] = value
-        self._pairs = []
+        params, stand_ins = self._params, self._stand_ins
+        self._params = [p for group in optimizer.param_groups for p in group["params"]]
+        self._stand_ins = list(map(_stand_in_of, self._params))
+        remaining = iter(self._stand_ins)
         twin.param_groups = [
-            {**group, "params": [self._stand_in(p) for p in group["params"]]}
+            {**group, "params": list(itertools.islice(remaining, len(group["params"])))}
             for group in optimizer.param_groups
         ]
-        state = optimizer.state
-        states = twin.state
-        for parameter, stand_in in self._pairs:
-            shown = state.get(parameter)
-            if not shown:
-                states.pop(stand_in, None)
-                continue
-            seen = self._seen.get(parameter)
-            values = list(shown.values())
-            if seen is None or seen[0] is not shown or not _same(values, seen[1]):
-                states[stand_in] = {name: _local(value) for name, value in shown.items()}
-                self._seen[parameter] = (shown, values)
+        shown = _values(optimizer.state, self._params)
+        same = _same(params, self._params) and _same(stand_ins, self._stand_ins)
+        if not (same and _same(shown, self._shown)):
+            self._take_state(optimizer.state)
+            self._shown, self._stepped = shown, _values(twin.state, self._stand_ins)
         self._take_gradients()
 
-    def _stand_in(self, parameter: Any) -> Any:
-        if type(parameter) is not DTensor:
-            self._pairs.append((parameter, parameter))
-            return parameter
-        local = parameter._local_tensor
-        known = vars(parameter).get(_STAND_IN)
-        if known is None or known[0] is not local:
-            known = (local, nn.Parameter(local, requires_grad=parameter.requires_grad))
-            setattr(parameter, _STAND_IN, known)
-            self._seen.pop(parameter, None)
-        stand_in = known[1]
-        self._pairs.append((parameter, stand_in))
-        return stand_in
+    def _take_state(self, state: Any) -> None:
+        """Give the twin the local parts of the optimizer's state."""
+        states = self.optimizer.state
+        states.clear()
+        for parameter, stand_in in zip(self._params, self._stand_ins, strict=True):
+            shown = state.get(parameter)
+            if shown:
+                states[stand_in] = {name: _local(value) for name, value in shown.items()}
 
     def _take_gradients(self) -> None:
-        for parameter, stand_in in self._pairs:
+        for parameter, stand_in in zip(self._params, self._stand_ins, strict=True):
             if stand_in is not parameter:
                 gradient = parameter.grad
-                stand_in.grad = None if gradient is None else _local(gradient)
+                if type(gradient) is DTensor:
+                    gradient = gradient._local_tensor
+                stand_in.grad = gradient
 
     def around(self, argument: Any) -> Any:
         """A closure that leaves gradients on the stand-ins as well; anything else as it is."""
@@ -173,25 +171,47 @@ class _Twin:
             for name, value in stepped.items():
                 if name != "params":
                     group[name] = value
-        for parameter, stand_in in self._pairs:
+        for parameter, stand_in in zip(self._params, self._stand_ins, strict=True):
             if stand_in is not parameter:
                 stand_in.grad = None
-            stepped_state = twin.state.get(stand_in)
-            if stepped_state is None:
+        if not _same(_values(twin.state, self._stand_ins), self._stepped):
+            self._show_state(optimizer.state)
+            self._shown = _values(optimizer.state, self._params)
+            self._stepped = _values(twin.state, self._stand_ins)
+
+    def _show_state(self, state: Any) -> None:
+        """Let the optimizer have what the step added to the twin's state, or replaced in it."""
+        for parameter, stand_in in zip(self._params, self._stand_ins, strict=True):
+            stepped = self.optimizer.state.get(stand_in)
+            if stepped is None:
                 continue
-            shown = optimizer.state[parameter]
-            changed = False
-            for name, value in stepped_state.items():
+            shown = state[parameter]
+            for name, value in stepped.items():
                 old = shown.get(name)
                 if old is not value and _local(old) is not value:
                     shown[name] = _shown(parameter, value)
-                    changed = True
-            if changed or parameter not in self._seen:
-                self._seen[parameter] = (shown, list(shown.values()))
+
+
+def _stand_in_of(parameter: Any) -> Any:
+    """The plain parameter that stands for a DTensor in a twin; any other parameter itself."""
+    if type(parameter) is not DTensor:
+        return parameter
+    local = parameter._local_tensor
+    known = parameter.__dict__.get(_STAND_IN)
+    if known is None or known[0] is not local:
+        known = (local, nn.Parameter(local, requires_grad=parameter.requires_grad))
+        setattr(parameter, _STAND_IN, known)
+    return known[1]
+
+
+def _values(state: Any, params: list[Any]) -> list[Any]:
+    """The values of all parameters' state, one parameter's after the other's."""
+    entries = filter(None, map(state.get, params))
+    return list(itertools.chain.from_iterable(map(dict.values, entries)))
 
 
 def _same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def _local(value: Any) -> Any:
