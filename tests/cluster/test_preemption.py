@@ -78,6 +78,7 @@ def test_a_run_that_was_asked_to_leave_saves_and_goes_on_with_the_same_losses(
     assert losses_in(before, after) == losses_in(whole)
 
 
+@pytest.mark.skipif("FULLSHARD_LONG" not in os.environ, reason="takes long: set FULLSHARD_LONG=1")
 def test_ranks_that_a_scheduler_signals_as_well_as_their_launcher_still_save(
     tmp_path: Path,
 ) -> None:

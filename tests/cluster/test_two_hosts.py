@@ -199,7 +199,8 @@ def test_without_a_network_every_rank_ends_and_the_missing_hosts_are_named(
         assert processes_on(host.namespace) == []
 
 
-@pytest.mark.parametrize("meet", [at_a_store, pytest.param(by_number, marks=LONG)])
+@LONG
+@pytest.mark.parametrize("meet", [at_a_store, by_number])
 def test_a_run_with_restarts_goes_on_from_its_checkpoint_when_the_network_is_back(
     hosts: TwoHosts, tmp_path: Path, meet: Callable[..., Callable[[int], list[str]]]
 ) -> None:
