@@ -127,13 +127,13 @@ def _register_comm_hook(
 
 def _set_comm_hook(wrapper: FullyShardedDataParallel, hook: Callable[..., Any] | None) -> None:
     state = wrapper._comm_hook_state
-    wrapper._unit.reduction.comm_hook = None if hook is None else make_hook(state, hook)
+    wrapper._unit.reduction.set_comm_hook(None if hook is None else make_hook(state, hook))
 
 
 def _set_comm_hook_state(wrapper: FullyShardedDataParallel, state: object) -> None:
     registered = wrapper._unit.reduction.comm_hook
     if registered is not None:
-        wrapper._unit.reduction.comm_hook = make_hook(state, registered.given)
+        wrapper._unit.reduction.set_comm_hook(make_hook(state, registered.given))
     elif state is not None:
         raise AttributeError(
             f"_comm_hook_state of unit {wrapper._unit.name!r} is the state of its communication "

@@ -124,7 +124,7 @@ def register(units: Sequence[Unit], schedule: Schedule, state: object, hook: Hoo
         )
     registered = make_hook(state, hook)
     for unit in units:
-        unit.reduction.comm_hook = registered
+        unit.reduction.set_comm_hook(registered)
 
 
 def make_hook(state: object, hook: Hook) -> CommHook:

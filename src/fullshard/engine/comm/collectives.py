@@ -50,7 +50,6 @@ class Group:
         self.checks_order = not isinstance(self._agreement, NoAgreement)
         #: Whether the backend itself makes means of sums, which saves a kernel for each.
         self.averages = self.runs_ahead and "nccl" in backend_name(group)
-        #: Raises for what other ranks could not follow: see ``joining.py``.
         self.refuse: Callable[[str, str], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
@@ -63,6 +62,13 @@ class Group:
                 "group of its own, which another process would not know"
             )
         return _default_group, ()
+
+    def refuse_operations(self, refuse: Callable[[str, str], None] | None) -> None:
+        """Call ``refuse`` with the verb and unit of each operation before it starts (``Join``).
+
+        It raises for an operation that ranks without data could not follow. None ends this.
+        """
+        self.refuse = refuse
 
     def agree(self, verb: str, unit: str, *tensors: torch.Tensor) -> None:
         """Return when all ranks are known to do this next, with tensors of these sizes."""

@@ -162,6 +162,10 @@ class Reduction:
 
     # -- what users ask for -------------------------------------------------------------------
 
+    def set_comm_hook(self, hook: CommHook | None) -> None:
+        """Let ``hook`` reduce gradients in place of the engine, or the engine itself again."""
+        self.comm_hook = hook
+
     def set_rescale(self, factor: float) -> None:
         """Multiply reduced gradients by ``factor``."""
         self.rescale = factor

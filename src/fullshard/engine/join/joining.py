@@ -308,7 +308,7 @@ class Joining:
         self._refuse_others(has_data)
         rescale = self.group.size / sum(have_data) if self._by_active else 1.0
         for unit in self._units:
-            unit.reduction.rescale = rescale
+            unit.reduction.set_rescale(rescale)
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's ``value``, at the end, when no rank has data any more."""
@@ -326,7 +326,7 @@ class Joining:
         self._look_out_for_leavers(False)
         self.counting_group.forget()
         for unit in self._units:
-            unit.reduction.rescale = 1.0
+            unit.reduction.set_rescale(1.0)
 
     def leave_by_exception(self) -> None:
         """The context has ended on this rank, and maybe on no other: let the others know."""
@@ -356,7 +356,7 @@ class Joining:
 
     def _refuse_others(self, on: bool) -> None:
         for group in self._groups:
-            group.refuse = self._refuse if on else None
+            group.refuse_operations(self._refuse if on else None)
 
     def _refuse(self, verb: str, unit: str) -> None:
         if verb.startswith(_FOLLOWED):
