@@ -19,7 +19,7 @@ from fullshard.cli.planner.measure import bytes_of, watch_step
 from fullshard.cli.planner.memory import Event, Facts, Moment, UnitSizes, predict
 from fullshard.cli.planner.prediction import gpt_subject, predict_memory
 from fullshard.cli.trainer.training import build_model, run_step
-from fullshard.engine.runtime.policy import UnitOptions, policy_for
+from fullshard.engine.runtime.policy import Policy, UnitOptions, policy_for
 from fullshard.testing import device, run_on_ranks
 
 CPU = torch.device("cpu")
@@ -79,6 +79,35 @@ def test_parts_of_a_step_are_those_that_one_counts_by_hand(
     assert found.at_most.full_parameters == gathered
     # The larger unit's reduce: its buffer, what is received, and the shard that it writes.
     assert found.at_most.whole_gradients == 100 + 100 + 50
+
+
+@pytest.mark.parametrize(("ahead", "gathered"), [(1, 70), (2, 90), (3, 100), (9, 100)])
+def test_units_that_backward_prefetches_are_counted_as_the_policy_says(
+    ahead: int, gathered: int
+) -> None:
+    sizes = {"a": 10, "b": 20, "c": 30, "d": 40}
+    units = [UnitSizes("", 0, 0, 0, 0, 0)]
+    units += [UnitSizes(path, 0, 0, full, 0, 0) for path, full in sizes.items()]
+    forward = [moment(Event.FORWARD, "")]
+    for path in sizes:
+        forward += [moment(Event.FORWARD, path), moment(Event.FORWARD_END, path)]
+    forward.append(moment(Event.FORWARD_END, ""))
+    backward = [moment(Event.BACKWARD, path) for path in ["", "d"]]
+    policy = Policy(runs_ahead=True, units_ahead_in_backward=ahead)
+    facts = Facts(facts_of(ShardingStrategy.FULL_SHARD).options, policy, ranks=2)
+
+    found = predict(units, forward + backward, facts)
+
+    # At "d", backward has also unsharded what is next: "c", then "b", then "a".
+    assert found.at_most.full_parameters == gathered
+
+
+def test_a_host_that_gathers_ahead_in_forward_has_the_next_unit_there() -> None:
+    ahead = facts_of(ShardingStrategy.FULL_SHARD)
+    alone = facts_of(ShardingStrategy.FULL_SHARD, backward_prefetch=None)
+
+    assert predict(UNITS, STEP[:4], ahead).at_most.full_parameters == 160
+    assert predict(UNITS, STEP[:4], alone).at_most.full_parameters == 100
 
 
 def test_freed_units_are_not_there_while_others_run_forward() -> None:

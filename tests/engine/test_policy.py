@@ -131,6 +131,21 @@ def test_memory_is_given_back_late_on_accelerators_that_do_not_gather_ahead(
     assert on_accelerator.releases_late_in_backward is not early
 
 
+@given(st.booleans(), st.integers(0, 4), st.integers(0, 50))
+def test_backward_prefetches_the_units_that_ran_just_before(
+    runs_ahead: bool, ahead: int, position: int
+) -> None:
+    policy = Policy(runs_ahead, units_ahead_in_backward=ahead)
+
+    positions = list(policy.positions_ahead_in_backward(position))
+
+    assert positions == list(reversed(range(position)))[:ahead]
+
+
+def test_backward_prefetches_one_unit_on_every_device() -> None:
+    assert HOST.units_ahead_in_backward == ACCELERATOR.units_ahead_in_backward == 1
+
+
 @given(policies, units)
 def test_only_copies_of_whole_shards_wait_until_the_loss_has_gone(
     policy: Policy, options: UnitOptions

@@ -7,6 +7,7 @@ import copy
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch import nn
 
 from fullshard import BackwardPrefetch, ShardingStrategy
 from fullshard import FullyShardedDataParallel as FSDP
+from fullshard.engine.runtime import policy as policies
+from fullshard.engine.runtime.policy import Policy
 from fullshard.engine.runtime.unit import State
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
@@ -81,6 +84,36 @@ def test_in_backward_the_next_unit_is_gathered_before_or_after_the_gradients_or_
 
     assert seen["backward"] == {backward is PRE}
     assert seen["gradients"] == {backward is not None}
+
+
+class Observer(nn.Linear):
+    """Notes, when backward has come to it, which of the units are unsharded."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(x)
+        hidden.register_hook(lambda _: self.note())
+        return torch.tanh(hidden)
+
+    def note(self) -> None:
+        units: list[FSDP] = vars(self)["units"]
+        self.seen = [unit._unit.state is not State.SHARDED for unit in units]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+@ranks(2)
+def test_as_many_units_are_gathered_ahead_in_backward_as_the_policy_says(ahead: int) -> None:
+    runs_ahead = device().type != "cpu"
+    policy = Policy(runs_ahead, units_ahead_in_backward=ahead)
+    with mock.patch.object(policies, "_ACCELERATOR" if runs_ahead else "_HOST", policy):
+        units = [FSDP(nn.Linear(5, 5, device=device())) for _ in range(4)]
+        observer = Observer(5, 5, device=device())
+        vars(observer)["units"] = units
+        after = [FSDP(nn.Linear(5, 5, device=device())) for _ in range(3)]
+        model = FSDP(nn.Sequential(*units, FSDP(observer), *after))
+        for _ in range(2):
+            model(inputs(0)).sum().backward()
+
+    assert observer.seen == [False] * (4 - ahead) + [True] * ahead
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

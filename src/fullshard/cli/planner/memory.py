@@ -122,7 +122,7 @@ class Prediction:
 
 def predict(units: Sequence[UnitSizes], moments: Sequence[Moment], facts: Facts) -> Prediction:
     """Simulate one step and return its peak."""
-    forwards = sum(moment.event is Event.FORWARD for moment in moments)
+    forwards = [moment.unit for moment in moments if moment.event is Event.FORWARD]
     walk = _Walk({unit.path: unit for unit in units}, facts, forwards)
     for moment in moments:
         walk.follow(moment)
@@ -138,8 +138,8 @@ class _Walk:
 
     units: dict[str, UnitSizes]
     facts: Facts
-    #: The number of unit forwards that have not begun yet.
-    forwards_to_come: int
+    #: The units whose forwards have not begun yet, in order; one may come more than once.
+    forwards_to_come: list[str]
     seen: list[tuple[Parts, str]] = field(default_factory=list)
     #: Paths of the units that are unsharded.
     gathered: dict[str, None] = field(default_factory=dict)
@@ -183,14 +183,17 @@ class _Walk:
     def _apply(self, moment: Moment, unit: UnitSizes) -> None:
         is_root = moment.unit == ""
         if moment.event is Event.FORWARD:
+            is_first = self.begun is None
             self.gathered[unit.path] = None
             self.begun = unit.path
-            self.forwards_to_come -= 1
+            del self.forwards_to_come[0]
+            if self.facts.plan.prefetches_in_training:
+                self._prefetch_forward(is_first)
         elif moment.event is Event.FORWARD_END:
             self.passed.append(unit.path)
             decision = self.facts.plan.after_forward(
                 is_outermost=is_root,
-                forwards_left=self.forwards_to_come + 1 if self.begun == unit.path else None,
+                forwards_left=len(self.forwards_to_come) + 1 if self.begun == unit.path else None,
                 # Under NO_SHARD a unit may compute with its shard itself.
                 holds_copy=not self.facts.options.is_sharded,
             )
@@ -199,15 +202,23 @@ class _Walk:
         elif moment.event is Event.BACKWARD:
             self._settle()
             self.gathered[unit.path] = None
-            before = self.passed.index(unit.path) - 1
-            ahead = self.facts.plan.prefetches_before_backward
-            if before >= 0 and ahead and self._may_prefetch(is_first=is_root):
-                self.gathered[self.passed[before]] = None
+            if self.facts.plan.prefetches_before_backward and self._may_prefetch(is_first=is_root):
+                position = self.passed.index(unit.path)
+                for ahead in self.facts.policy.positions_ahead_in_backward(position):
+                    self.gathered[self.passed[ahead]] = None
         elif moment.event is Event.GRADIENTS:
             self.gathered.pop(unit.path, None)
             # The gradients are copied into the reduce buffer while autograd still holds them.
             self._consider(moment.tensors, moment.gradients + unit.reduce_buffer, moment)
             self.pending = unit
+
+    def _prefetch_forward(self, is_first: bool) -> None:
+        keeps_all = self.facts.options.keeps_full_after_forward
+        left = len(self.forwards_to_come)
+        ahead = self.facts.policy.units_ahead(left, is_first=is_first, keeps_all=keeps_all)
+        for path in self.forwards_to_come[:ahead]:
+            if path in self.units:
+                self.gathered[path] = None
 
     def _may_prefetch(self, is_first: bool) -> bool:
         return self.facts.policy.may_prefetch_in_backward(self.facts.options, is_first=is_first)

@@ -71,8 +71,8 @@ class Backward:
         #: The forwards that a backward will come through; last come, first reached.
         self._passed = passed
         self._cursor = 0
-        #: The unit that a host prefetches.
-        self._ahead: Unit | None = None
+        #: The units that a host prefetches.
+        self._ahead: list[Unit] = []
         #: The unit whose gradients are staged and, on a host, not yet reduced.
         self._pending: Unit | None = None
         #: The unit whose gradients a host reduces behind what it computes.
@@ -227,16 +227,18 @@ class Backward:
             self._with_local_gradients[unit] = None
         if unit.plan.prefetches_after_backward:
             self._prefetch(unit)
-        if self._ahead is not None:
-            self._finish_ahead(self._ahead)
+        if self._ahead:
+            self._await_prefetches()
 
-    def _finish_ahead(self, unit: Unit) -> None:
-        """Have what was prefetched before autograd can come to the unit that it is for.
+    def _await_prefetches(self) -> None:
+        """Wait for the prefetched units before autograd can reach them.
 
-        It would compute with what has not arrived yet: see ``Policy.waits_for_prefetch``.
+        Otherwise it would compute with parameters that have not arrived yet: see
+        ``Policy.waits_for_prefetch``.
         """
-        self._ahead = None
-        unit.finish_unshard()
+        ahead, self._ahead = self._ahead, []
+        for unit in ahead:
+            unit.finish_unshard()
 
     def _close(self, unit: Unit) -> None:
         """The unit's backward is over: its parameters are not needed any more."""
@@ -285,31 +287,34 @@ class Backward:
             unit.reduction.reduce()
 
     def _prefetch(self, unit: Unit) -> None:
-        """Gather the unit that ran before ``unit`` in forward: it is next in backward.
+        """All-gather the units that ran before ``unit`` in forward: they are next in backward.
 
-        Or those that the user asked for.
+        If the user has chosen units to prefetch, all-gather those instead.
         """
-        if unit.prefetch_in_backward is not None:
-            for asked_for in unit.prefetch_in_backward:
-                self._unsharded.prefetch(asked_for, full_precision=False)
-            return
         cursor = min(self._cursor, len(self._passed)) - 1
         while cursor >= 0 and self._passed[cursor][0] is not unit:
             cursor -= 1
         if cursor >= 0:
             self._cursor = cursor
-        if cursor < 1:
-            return
-        following, full_precision = self._passed[cursor - 1]
         is_first = cursor == len(self._passed) - 1
-        if self._policy.may_prefetch_in_backward(following.options, is_first=is_first):
-            self._unsharded.prefetch(following, full_precision)
-            if self._policy.waits_for_prefetch:
-                if is_first:
-                    # At the beginning, for which it was kept, mostly: nothing is waited for.
-                    self._finish_ahead(following)
-                else:
-                    self._ahead = following
+        if unit.prefetch_in_backward is not None:
+            for chosen in unit.prefetch_in_backward:
+                self._prefetch_one(chosen, False)
+        else:
+            policy = self._policy
+            for position in policy.positions_ahead_in_backward(cursor):
+                following, full_precision = self._passed[position]
+                if policy.may_prefetch_in_backward(following.options, is_first=is_first):
+                    self._prefetch_one(following, full_precision)
+        if is_first and self._ahead:
+            # At the beginning of backward these units are mostly still unsharded since forward, so
+            # that there is nothing to wait for.
+            self._await_prefetches()
+
+    def _prefetch_one(self, unit: Unit, full_precision: bool) -> None:
+        self._unsharded.prefetch(unit, full_precision)
+        if self._policy.waits_for_prefetch:
+            self._ahead.append(unit)
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -378,7 +383,8 @@ class Backward:
             self._end()
 
     def _end(self) -> None:
-        self._made = self._ahead = None
+        self._made = None
+        self._ahead.clear()
         self._unsharded.end_backward(self._pins)
         self._streams.settle()
 

@@ -268,8 +268,8 @@ class Schedule:
         plan, frees = unit.plan, unit.options.frees_after_forward
         holds_copy = not frees and unit.holds_a_copy
         begins = self.depth == 1 or hidden
-        if not begins and plan.begins_backward_among:
-            begins = self._begins_backward(unit)
+        if not begins and plan.begins_backward_with_left:
+            begins = self._forwards_left(unit) in plan.begins_backward_with_left
         decision = plan.after_forward_table[begins, holds_copy]
         if decision is AfterForward.RESHARD:
             self._unsharded.reshard(unit)
@@ -281,16 +281,17 @@ class Schedule:
                 versions = unit.versions() if self._policy.checks_for_changes else None
                 self._residencies[unit].leave_to_backward(versions)
 
-    def _begins_backward(self, unit: Unit) -> bool:
-        """True if the unit is among those with which backward begins, if the pass repeats the last.
+    def _forwards_left(self, unit: Unit) -> int | None:
+        """The forwards that remain, that of ``unit`` included, if the pass repeats the last one.
 
-        Not if another unit ran inside of this one, nor if this one will run again.
+        None if it does not, if another unit ran inside of ``unit``, or if ``unit`` will run again.
         """
         position, previous = len(self._order) - 1, self._previous_order
-        left = len(previous) - position
-        if self._order[position] is not unit or not 0 < left <= unit.plan.begins_backward_among:
-            return False
-        return previous[position] is unit and unit not in previous[position + 1 :]
+        if self._order[position] is not unit or position >= len(previous):
+            return None
+        if previous[position] is not unit or unit in previous[position + 1 :]:
+            return None
+        return len(previous) - position
 
     @untraced
     def abandon(self, unit: Unit, depth: int) -> None:

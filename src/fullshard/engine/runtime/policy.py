@@ -7,7 +7,7 @@ for the memory that follows. There is one policy per kind of device:
     ---------------------------------  -----------------------------  ----------------------------
     prefetch in forward                if ``forward_prefetch``        also with BACKWARD_PRE, and
                                                                       where forward keeps all anyway
-    how far ahead                      one unit                       one unit; all of them where
+    units ahead in forward             one                            one; all of them where
                                                                       forward keeps all anyway
     after forward, FULL_SHARD          reshard, the outermost: hide   also hide the last two units,
                                                                       with which backward begins
@@ -15,6 +15,7 @@ for the memory that follows. There is one policy per kind of device:
                                        the next one is prefetched
     prefetch in backward               as ``backward_prefetch``       the same, and waited for
                                        says                           before autograd can reach it
+    units ahead in backward            one                            one
     reduce-scatter                     issued as gradients arrive     at the next event; behind
                                                                       compute where parameters stay
 """
@@ -33,7 +34,8 @@ from ...api import (
     ShardingStrategy,
 )
 
-#: Units that run last in forward, with which a host's backward begins before it can gather ahead.
+#: How many of the units that run last in forward a host keeps unsharded for the backward: it begins
+#: with them before it can prefetch.
 _KEPT_FOR_BACKWARD = 2
 
 
@@ -91,8 +93,9 @@ class UnitPlan:
     prefetches_after_backward: bool
     #: What becomes of the full parameters after forward, unless backward begins with the unit.
     normally_after_forward: AfterForward
-    #: If the unit is among this many that run last in forward, backward begins with it.
-    begins_backward_among: int
+    #: Backward begins with the unit if its forward is one of the last. These are the numbers of
+    #: forwards left, the unit's own included, at which that is the case.
+    begins_backward_with_left: frozenset[int]
     #: Whether the memory of the resharded unit is given back one unit late: otherwise the next
     #: all-gather, issued after this unit's compute, would have to wait for that compute to write
     #: where this unit was (see the note in ``streams.py``).
@@ -113,8 +116,8 @@ class UnitPlan:
         if self.normally_after_forward is not AfterForward.RESHARD and not holds_copy:
             return self.normally_after_forward
         # The first to be needed in backward are hidden, but not freed.
-        begins = forwards_left is not None and 0 < forwards_left <= self.begins_backward_among
-        return AfterForward.HIDE if is_outermost or begins else AfterForward.RESHARD
+        begins = is_outermost or forwards_left in self.begins_backward_with_left
+        return AfterForward.HIDE if begins else AfterForward.RESHARD
 
     @functools.cached_property
     def after_forward_table(self) -> dict[tuple[bool, bool], AfterForward]:
@@ -134,9 +137,11 @@ class Policy:
 
     ``runs_ahead``: work that is given to the device may still be running when the call returns, as
     on an accelerator. A host computes in order, and communicates in the background.
+    ``units_ahead_in_backward``: how many units a unit prefetches when backward reaches it.
     """
 
     runs_ahead: bool
+    units_ahead_in_backward: int = 1
 
     def plan(self, unit: UnitOptions) -> UnitPlan:
         """Decide all that follows from a unit's options alone.
@@ -162,8 +167,10 @@ class Policy:
             prefetches_before_backward=before,
             prefetches_after_backward=unit.backward_prefetch is BackwardPrefetch.BACKWARD_POST,
             normally_after_forward=after_forward,
-            begins_backward_among=(
-                _KEPT_FOR_BACKWARD if host and before and unit.frees_after_forward else 0
+            begins_backward_with_left=frozenset(
+                range(1, _KEPT_FOR_BACKWARD + 1)
+                if host and before and unit.frees_after_forward
+                else ()
             ),
             releases_late_in_forward=self.runs_ahead and not unit.forward_prefetch,
             releases_late_in_backward=self.runs_ahead and not before,
@@ -183,11 +190,18 @@ class Policy:
             return units_left
         return min(units_left, 1)
 
-    def may_prefetch_in_backward(self, following: UnitOptions, *, is_first: bool) -> bool:
-        """True if the unit that is next in backward is all-gathered ahead.
+    def positions_ahead_in_backward(self, position: int) -> range:
+        """The forwards whose units are prefetched when backward reaches the one at ``position``.
 
-        A copy of whole shards is made in no time. At the beginning of a backward, when what the
-        loss needs takes the most memory, there is none to spare for it.
+        Positions count forwards in the order in which they ended; backward goes down.
+        """
+        return range(position - 1, max(position - 1 - self.units_ahead_in_backward, -1), -1)
+
+    def may_prefetch_in_backward(self, following: UnitOptions, *, is_first: bool) -> bool:
+        """True if a unit that is next in backward is unsharded ahead.
+
+        Under ``NO_SHARD``, unsharding only copies this rank's whole shard, which is fast.
+        ``is_first``: backward has just begun, and memory is scarcest, so no such copy is made.
         """
         return following.is_sharded or not is_first
 
