@@ -1,4 +1,4 @@
-"""All-gather, reduce-scatter, all-reduce, broadcast. With ``gloo.py``, the only file to call c10d.
+"""The engine's collectives: all-gather, reduce-scatter, all-reduce, broadcast and others.
 
 The ranks of a group first agree on every operation (see ``order_check.py``), then issue it. What is
 here fits every backend; ``gloo.py`` has the ways that are faster over gloo.

@@ -3,8 +3,8 @@
 Note: absent gradients
     A parameter that no rank used has no gradient, and an optimizer must not step it; one that
     some rank used has one on every rank. A rank marks the place of a parameter it did not use
-    with negative zeros; a rank that used it makes sure that the first element of each rank's
-    piece is none, by adding zero to it. The sum of a piece stays all negative zero only if every
+    with negative zeros; a rank that used it adds 0.0 to at least one element of every rank's
+    piece, which turns -0.0 into +0.0. The sum of a piece stays all negative zero only if every
     rank left the parameter out, and only a rank that did so has to look.
 """
 
@@ -100,7 +100,8 @@ class Average(NamedTuple):
         ranks = shards.size * (copies.size if copies else 1)
         before = 1.0
         if dtype is torch.float16:
-            # Half of the range's exponent on either side of the sum: neither end overflows.
+            # Divide by about the square root of the number of ranks before the sum, and by the rest
+            # after it, so that float16 neither overflows nor underflows.
             while ranks % (before * 2) == 0 and before * before < ranks:
                 before *= 2
         in_collective = (
@@ -367,7 +368,7 @@ def take_local(handle: FlatParamHandle, gradients: Gradients) -> Gradients:
 
 
 def _accumulate(kept: Gradients, gradients: Gradients) -> list[torch.Tensor | None]:
-    """The sums of ``kept`` ones, which are changed, and of others, which are not."""
+    """Add ``gradients`` to ``kept`` in place, and return the sums; others are copied."""
     if not kept:
         kept = [None] * len(gradients)
     pairs = zip(kept, gradients, strict=True)

@@ -1,7 +1,7 @@
 """Reduces one unit's gradients: stages them, reduces them, delivers them to the optimizer.
 
-The counterpart of ``unit.py``, which does the same for parameters; ``backward.py`` decides when,
-and ``gradients.py`` does it for one group.
+``unit.py`` all-gathers a unit's parameters; this file reduces its gradients. ``policy.py`` decides
+when, ``backward.py`` calls it, and ``gradients.py`` handles one group of parameters.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def _already_waited() -> None:
 
 
 class Reduction:
-    """The way of a unit's gradients, and what is on it.
+    """Reduces one unit's gradients, and holds those that are staged or being reduced.
 
-    ``backward.py`` calls it while autograd tracks nothing, so that it need not see to that itself.
+    ``backward.py`` calls its methods under ``no_grad``.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -226,11 +226,10 @@ class Reduction:
             self.reduce()
 
     def let_go(self) -> None:
-        """Leave to the allocator what gradients are being reduced from, until the reduce is done.
+        """Free the reduce buffers now; the allocator reuses them when the reduce has read them.
 
-        Others may then have it before compute is ordered behind the reduce. The allocator asks the
-        device when that is, though, and where the host is far ahead finds it busy: were all buffers
-        left to it, many would be waiting there.
+        Only for the first unit of a backward: where the host is far ahead of the device, the
+        allocator cannot reuse such blocks yet, and those of all units would pile up.
         """
         streams = self._unit.streams
         for index, reducing in enumerate(self._in_flight):

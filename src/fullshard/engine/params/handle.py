@@ -1,4 +1,4 @@
-"""FlatParameter and FlatParamHandle: one group's shard, full buffer, reduce buffer and views.
+"""FlatParamHandle: owns one group's shard, full buffers, reduce buffers and views.
 
 A handle owns its tensors and knows nothing of when things happen; ``unit.py`` does. It never
 communicates: it offers the buffers that a unit hands to the collectives.
@@ -459,7 +459,7 @@ class FlatParamHandle:
     def __getstate__(self) -> dict[str, Any]:
         """The handle's state, without the views and buffers that follow from it."""
         buffers = {"full_buffers", "reduce_buffers", "_presence"}
-        views = {"sharded", "_containers", "_keys", "_visible", "watched", "_expected"}
+        views = {"sharded", "_containers", "_keys", "_visible", "versioned", "_expected"}
         derived = {*buffers, *views, "_received", "receive", "forget_received"}
         return {key: value for key, value in self.__dict__.items() if key not in derived}
 

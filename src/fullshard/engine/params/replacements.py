@@ -93,9 +93,10 @@ def parameter_at(place: ParameterLocation) -> nn.Parameter:
         )
     if not isinstance(found, nn.Parameter):
         raise RuntimeError(
-            f"Parameter {place.path!r} is replaced by a plain tensor, as by functional_call. Its "
-            "values would stay: call functional_call on a module inside of the unit, in its "
-            "forward, or replace the parameter by an nn.Parameter"
+            f"Parameter {place.path!r} is replaced by a plain tensor, as by functional_call. The "
+            "unit would copy its values into the shard, where they would stay after the call: call "
+            "functional_call on a module inside of the unit, in its forward, or replace the "
+            "parameter by an nn.Parameter"
         )
     return found
 

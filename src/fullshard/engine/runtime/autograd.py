@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..grads.gradients import Gradients
     from ..params.handle import FlatParamHandle
 
-#: What can be made without anything else, and takes a number as all nodes do.
+#: An autograd node without inputs; constructing one uses up a sequence number.
 _AnyNode = torch._C._functions.UndefinedGrad
 
 Receiver = Callable[[tuple[torch.Tensor | None, ...]], None]
@@ -62,7 +62,8 @@ class ParameterNode:
         """Let the node count as made now: see the note above."""
         birth = torch.autograd._get_sequence_nr()
         self.node._set_sequence_nr(birth)
-        # Use the number up, so that neither the unit's first node nor another's last one has it.
+        # The next node must not get the same sequence number: autograd could then run it, or this
+        # one, in the wrong order.
         _AnyNode()
 
 
@@ -124,8 +125,8 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 def is_handed_out(tensor: torch.Tensor) -> bool:
     """True if ``tensor`` is a full parameter of some unit, as autograd knows it.
 
-    Its gradients need nothing of the unit to be computed. And it is there for all forwards: what
-    is hung on it by each of them stays.
+    Its gradient can be computed without unsharding the unit. The tensor outlives each forward, so
+    that hooks registered on it in every forward would accumulate.
     """
     return type(tensor.grad_fn) is PARAMETER_NODE
 
@@ -167,12 +168,12 @@ def refuse_compiled_backward() -> None:
         raise RuntimeError(
             "A wrapped model cannot be trained under compiled autograd, which calls hooks in "
             "another order than autograd does. Leave torch._dynamo.config.compiled_autograd at "
-            "False: torch.compile compiles the backward of what it compiles without it"
+            "False: torch.compile compiles the backward without it, too"
         )
 
 
 class BackwardEnd:
-    """Calls ``finished`` when the running backward is done; ``failed`` when either breaks off.
+    """Calls ``finished`` at the end of the running backward; ``failed`` if either of them raises.
 
     Autograd keeps a callback until the backward is over. A backward that raised never calls it,
     but lets go of it, and that is how the end is noticed.

@@ -58,12 +58,14 @@ class Backward:
         self._policy = policy
         #: Whether shards and gradients rest on the host, away from where the units compute.
         self.offloads = any(unit.offloads for unit in units)
-        #: How many there have been: hooks and failures are told apart by it.
+        #: The number of the last backward that began. Hooks and clean-ups compare it with the
+        #: number of the backward that they belong to.
         self._number = 0
         self._creates_graph = False
-        #: Whether its graph is kept for another one.
+        #: True if the running backward keeps its graph for another one (``retain_graph``).
         self._keeps_graph = False
-        #: The graph that it makes, and all such that no backward has gone through yet.
+        #: The graph that the running backward creates (``create_graph``), and all created graphs
+        #: that are alive and that no backward without ``retain_graph`` has gone through.
         self._made: _MadeGraph | None = None
         self._pending_graphs: weakref.WeakSet[_MadeGraph] = weakref.WeakSet()
         self._since_pass = False
@@ -181,7 +183,8 @@ class Backward:
     def _watch(self, graph: _MadeGraph, found: Any) -> None:
         """Learn when another backward goes through ``graph``, of which ``found`` are gradients.
 
-        Those without a node tell nothing. If no gradient has one, the next backward counts as it.
+        A gradient without ``grad_fn`` cannot be hooked. If none has one, the graph does not count
+        as pending, and pins no unit in the next backward.
         """
         hook = functools.partial(self._go_through, graph)
         for gradient in found if isinstance(found, tuple) else (found,):
@@ -267,10 +270,10 @@ class Backward:
         return self._keeps_graph or len(self._pending_graphs) > 0
 
     def _carry_out_reduce(self) -> None:
-        """Reduce what the last unit staged; on an accelerator, take in what it was reduced to.
+        """On a host, reduce the gradients that are staged; on an accelerator, complete that.
 
-        There the reduce was given out at once, and had until now, the next unit's whole backward,
-        to overlap with.
+        An accelerator was given the reduce when the gradients were staged, and had the next unit's
+        whole backward to overlap it with.
         """
         unit, self._pending = self._pending, None
         if self._in_flight is not None:
@@ -352,9 +355,10 @@ class Backward:
             self._break_off(self._number)
 
     def await_clean_up(self) -> None:
-        """Return when what a backward that raised has left is cleaned up: see ``_break_off``.
+        """Return when a backward that raised is cleaned up: see ``_break_off``.
 
-        One that another thread is in the middle of looks the same, and is not waited for for long.
+        A backward that another thread still runs looks the same as one that raised, so the wait
+        ends after ``_PATIENCE`` seconds.
         """
         if in_backward():
             return

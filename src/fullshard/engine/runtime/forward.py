@@ -81,7 +81,8 @@ class Schedule:
         for other in [unit] if unit is not None else self._unsharded.all():
             self._unsharded.keep_changes_and_reshard(other)
         self._streams.settle()
-        # What comes next may gather, and an optimizer may have just given compute its step.
+        # The next operation may all-gather, and has to wait for an optimizer step that may still
+        # run on the compute stream.
         self._streams.gather_after_compute()
 
     def await_clean_up(self) -> None:
@@ -320,7 +321,8 @@ class Schedule:
             self._unsharded.reshard_unused()
             self._streams.settle()
             if self._backward.offloads and not torch.is_grad_enabled():
-                # No backward follows that waits: the user may change what is still being read.
+                # No backward follows whose end would wait for the all-gathers. So the host waits
+                # here, before the user can change offloaded shards that are still being read.
                 self._streams.host_after_gathers()
 
     def _check_summoned(self, unit: Unit) -> None:
@@ -380,8 +382,8 @@ class Schedule:
     def _may_be_changed(self, unit: Unit) -> bool:
         """True if something may change the shards of ``unit`` before it runs, unnoticed.
 
-        A hook that runs before its forward may. So may the model itself where it trains, in the
-        middle of forward, if they are an average of trained parameters, which is frozen.
+        A forward pre-hook of the unit may. In a model with trainable units, so may the model's own
+        forward, if the frozen parameters are a moving average of trained ones.
         """
         if unit.pre_hooks:
             return True

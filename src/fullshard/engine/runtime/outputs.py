@@ -184,11 +184,11 @@ def _is_users(hook: Any) -> bool:
 def entries(
     outputs: Sequence[torch.Tensor], inputs: Inputs | None, birth: int
 ) -> list[torch.Tensor]:
-    """Those of a forward's outputs by which gradients come into what the forward computed.
+    """Return the outputs through which autograd enters the operations of this forward.
 
-    Gradients do not come in by leaves and parameters, nor by inputs that the forward handed on,
-    whose nodes are older than the forward (``birth``): to unshard the unit for those would be in
-    vain, and late.
+    It does not enter by leaves and parameters, nor by inputs that the forward returned unchanged,
+    whose nodes are older than the forward (``birth``). Unsharding the unit for those would be in
+    vain.
     """
     found: list[torch.Tensor] = []
     given: set[int] | None = None

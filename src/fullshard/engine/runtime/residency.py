@@ -37,7 +37,8 @@ class Reason(Enum):
     #: Left by a forward for the backward that follows. Not for a forward, since parameters may
     #: change in between.
     AWAITS_BACKWARD = auto()
-    #: Left by a backward inside ``no_sync``: the next forward finds them right.
+    #: Left by a backward for the next forward: inside ``no_sync`` under a strategy that keeps
+    #: parameters after forward, or after ``set_reshard_after_backward(False)``.
     KEPT = auto()
     #: Left by a backward with ``create_graph``, in the memory that the next backward will read.
     PINNED = auto()
@@ -64,8 +65,8 @@ class Residency:
         self.reason = Reason.NONE
         #: The versions of the parameters when the user called ``unshard()``.
         self.requested_versions: list[int] | None = None
-        #: The versions when a backward inside ``no_sync`` kept the unit; or, on a host, when a
-        #: forward prefetched it or left it unsharded.
+        #: The versions when a backward kept the unit; or, on a host, when a forward prefetched it
+        #: or left it unsharded.
         self.versions: list[int] | None = None
         #: Of a pinned unit: parameters may have changed since, and have to be all-gathered again
         #: before the next use. ``.data`` can be written to unnoticed.
@@ -216,7 +217,10 @@ class UnshardedUnits:
         self.in_backward = True
 
     def end_backward(self, pins: Callable[[Residency], bool]) -> None:
-        """Reshard everything but what a following backward is promised, which ``pins`` tells."""
+        """Reshard all units but those whose forward runs, those that are KEPT, and ``pins``' own.
+
+        ``pins`` selects the units whose full parameters a following backward will read.
+        """
         self.in_backward = False
         for unit in self.all():
             state, residency = self.states[unit], self.residencies[unit]
