@@ -92,7 +92,7 @@ def construct_unit(
     if initial.sync_module_states:
         for group in filter(None, (groups.shards, groups.copies)):
             buffers = buffers_of(modules)
-            broadcast_states(parameters, buffers, group_for(group), type(module).__name__)
+            broadcast_states(parameters, buffers, group_for(group, device), type(module).__name__)
     order = parameter_order(modules)
     unit = build_unit(module, parameters, distributions, groups, device, cpu_offload, options)
     if deferred and not options.use_orig_params:

@@ -86,6 +86,8 @@ class StopRequest:
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     """Where the collectives of ``group`` take numbers from."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    group = group or dist.group.WORLD
+    assert group is not None
+    if any(device.type == "cpu" for device in group._device_types):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

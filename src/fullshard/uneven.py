@@ -261,7 +261,7 @@ def _all_ranks(unit: Unit) -> Group:
             f"process group, but it is on {unit.world_size} of {dist.get_world_size()} ranks. Wrap "
             "it on all ranks, or use FULL_SHARD or SHARD_GRAD_OP"
         )
-    return group_for(dist.group.WORLD)
+    return group_for(dist.group.WORLD, unit.device)
 
 
 def _optimizers(model: UnevenInputs, given: Any) -> list[torch.optim.Optimizer]:

@@ -47,6 +47,18 @@ def _check_gather(
             assert torch.equal(each, expected.unsqueeze(1).expand_as(each)), (turn, output.dtype)
 
 
+@pytest.mark.parametrize("backend", [None, "cpu:gloo", "gloo"])
+@ranks(2)
+def test_gloo_is_recognised_however_the_process_group_was_asked_for(backend: str | None) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group(backend)
+    world = dist.group.WORLD
+
+    for group in (group_for(world, torch.device("cpu")), group_for(world)):
+        assert isinstance(group, gloo.GlooGroup)
+    dist.barrier()
+
+
 @pytest.mark.parametrize("nbytes", [SMALL, LARGE])
 @ranks(2)
 def test_tensors_of_all_dtypes_are_gathered_several_times_at_once(nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""One rank over NCCL, which takes no second one on the same GPU."""
+"""Ranks over NCCL: alone, and several on one GPU, each of which NCCL takes for a host."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from tests.engine.parity import adam, train, train_alone
 from torch import nn
 
 from fullshard import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from fullshard.engine.comm.collectives import Group
-from fullshard.testing import device, ranks
+from fullshard.engine.comm.collectives import Group, group_for
+from fullshard.engine.comm.gloo import GlooGroup
+from fullshard.testing import backend, device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 
 on_a_gpu = pytest.mark.skipif(device().type == "cpu", reason="NCCL is for GPUs")
@@ -46,7 +47,7 @@ def test_a_rank_over_nccl_trains_like_the_bare_model(strategy: str) -> None:
 @on_a_gpu
 @ranks(1)
 def test_nccl_takes_what_it_is_asked_for() -> None:
-    group = Group(dist.new_group([0], backend="nccl"))
+    group = Group(dist.new_group([0], backend="nccl"), "cuda")
     # So that nothing is left out because nobody else is there.
     group.size = 2
     given = torch.arange(4.0, device=device())
@@ -65,3 +66,44 @@ def test_nccl_takes_what_it_is_asked_for() -> None:
 
     for received in (one, other, reduced, summed):
         assert torch.equal(received, given)
+
+
+over_nccl = pytest.mark.skipif(
+    device().type == "cpu" or backend() != "nccl", reason="needs --device cuda --backend nccl"
+)
+
+
+@over_nccl
+@ranks(2)
+def test_a_group_with_a_backend_for_each_device_uses_that_of_the_tensors() -> None:
+    on_gpu = group_for(dist.group.WORLD, device())
+    on_host = group_for(dist.group.WORLD, torch.device("cpu"))
+
+    assert isinstance(on_host, GlooGroup)
+    assert not isinstance(on_gpu, GlooGroup)
+    assert on_gpu.runs_ahead
+    assert on_gpu.averages
+    model = FullyShardedDataParallel(make(NestedLinears).cpu(), use_orig_params=True)
+    assert model._unit.shards is on_host
+    assert model.cuda()._unit.shards is on_gpu
+
+
+@over_nccl
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
+@ranks(4)
+def test_four_ranks_over_nccl_train_like_the_bare_model(strategy: str) -> None:
+    hybrid = strategy == "HYBRID_SHARD"
+    mesh = dist.device_mesh.init_device_mesh("cuda", (2, 2)) if hybrid else None
+    expected = train_alone(make(NestedLinears), adam)
+    for use_orig_params, offload in itertools.product([False, True], repeat=2):
+        model = FullyShardedDataParallel(
+            make(NestedLinears),
+            device_mesh=mesh,
+            sharding_strategy=ShardingStrategy[strategy],
+            auto_wrap_policy=UNITS,
+            use_orig_params=use_orig_params,
+            cpu_offload=CPUOffload(offload_params=offload),
+        )
+        found = train(model, adam(model.parameters()))
+        case = f"use_orig_params={use_orig_params} offload={offload}"
+        found.assert_close(expected, case, tolerance=1e-9)

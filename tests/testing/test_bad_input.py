@@ -69,6 +69,21 @@ def test_an_unknown_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         device()
 
 
+def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULLSHARD_TEST_BACKEND", "pigeons")
+
+    with pytest.raises(RankSetupError, match="'pigeons', expected 'gloo' or 'nccl'"):
+        run_on_ranks(1, int)
+
+
+def test_nccl_is_refused_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULLSHARD_TEST_BACKEND", "nccl")
+    monkeypatch.setenv("FULLSHARD_TEST_DEVICE", "cpu")
+
+    with pytest.raises(RankSetupError, match="add --device cuda, or set FULLSHARD_TEST_DEVICE"):
+        run_on_ranks(1, int)
+
+
 @no_gpu
 def test_a_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FULLSHARD_TEST_DEVICE", "cuda")

@@ -58,7 +58,7 @@ def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
     """All-reduce ``grad`` to its average in place, as ``NO_SHARD`` does without a hook."""
     if state.gradient_predivide_factor > 1:
         grad.div_(state.gradient_predivide_factor)
-    group_for(state.process_group).all_reduce(grad, _UNIT)
+    group_for(state.process_group, grad.device).all_reduce(grad, _UNIT)
     if state.gradient_postdivide_factor > 1:
         grad.div_(state.gradient_postdivide_factor)
 
@@ -67,7 +67,7 @@ def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.T
     """Reduce-scatter the average of ``grad`` into ``output``; overwrites ``grad``."""
     if state.gradient_predivide_factor > 1:
         grad.div_(state.gradient_predivide_factor)
-    group_for(state.process_group).reduce_scatter(output, grad, _UNIT)
+    group_for(state.process_group, grad.device).reduce_scatter(output, grad, _UNIT)
     if state.gradient_postdivide_factor > 1:
         output.div_(state.gradient_postdivide_factor)
 

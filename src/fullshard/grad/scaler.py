@@ -88,7 +88,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _share(self, found_inf: torch.Tensor) -> None:
         if self.process_group is None and not dist.is_initialized():
             return
-        group = group_for(self.process_group or dist.group.WORLD)
+        group = group_for(self.process_group or dist.group.WORLD, found_inf.device)
         group.begin_pass("unscale", _NAME)
         group.all_reduce_max(found_inf, _NAME, "inf check")
 

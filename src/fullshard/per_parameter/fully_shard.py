@@ -94,8 +94,8 @@ def fully_shard(
         type(modules[0]).__name__,
         root,
         handles,
-        group_for(groups.shards),
-        None if groups.copies is None else group_for(groups.copies),
+        group_for(groups.shards, device),
+        None if groups.copies is None else group_for(groups.copies, device),
         device,
         options,
     )

@@ -4,7 +4,7 @@ The names below are public. docs/testing.md shows how to use them.
 """
 
 from .decorator import ranks
-from .device import device
+from .device import backend, device
 from .errors import RankFailure, RankSetupError, RanksFailed
 from .pool import RankPool
 from .session import close_session
@@ -15,6 +15,7 @@ __all__ = [
     "RankPool",
     "RankSetupError",
     "RanksFailed",
+    "backend",
     "close_session",
     "device",
     "ranks",

@@ -18,7 +18,15 @@ from pathlib import Path
 
 from . import pytest_stand_in
 from .collection import Case, cases_of, load_module, test_files
-from .device import DEVICE_TYPES, DEVICE_VARIABLE, chosen_device_type, require_device
+from .device import (
+    BACKEND_VARIABLE,
+    BACKENDS,
+    DEVICE_TYPES,
+    DEVICE_VARIABLE,
+    backend,
+    chosen_device_type,
+    require_device,
+)
 from .errors import RankSetupError, RanksFailed
 from .session import close_session, current_session
 
@@ -28,6 +36,8 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     if options.device is not None:
         os.environ[DEVICE_VARIABLE] = options.device
+    if options.backend is not None:
+        os.environ[BACKEND_VARIABLE] = options.backend
     try:
         importlib.import_module("pytest")
     except ImportError:
@@ -40,6 +50,7 @@ def main(arguments: list[str]) -> int:
     try:
         files = test_files(options.paths)
         require_device(chosen_device_type())
+        backend()
         current_session()
         for file in files:
             _run_file(file, options.keyword, results)
@@ -65,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fullshard.testing", description=__doc__)
     parser.add_argument("paths", nargs="+", type=Path, help="test files, or folders of test files")
     parser.add_argument("--device", choices=DEVICE_TYPES, help="the device of the ranks")
+    parser.add_argument("--backend", choices=BACKENDS, help="the backend of their collectives")
     parser.add_argument(
         "-k", dest="keyword", default="", help="run only tests whose name contains this"
     )

@@ -1,4 +1,4 @@
-"""Choosing the device for tests. Uses torch only, and CUDA only if it was chosen."""
+"""Choosing device and backend for tests. Uses torch only, and CUDA only if it was chosen."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from .errors import RankSetupError
 
 DEVICE_VARIABLE = "FULLSHARD_TEST_DEVICE"
 DEVICE_TYPES = ("cpu", "cuda")
+BACKEND_VARIABLE = "FULLSHARD_TEST_BACKEND"
+BACKENDS = ("gloo", "nccl")
 
 
 def chosen_device_type() -> str:
@@ -19,6 +21,25 @@ def chosen_device_type() -> str:
         raise RankSetupError(
             f"the test device is {chosen!r}, expected 'cpu' or 'cuda': "
             f"correct --device or the environment variable {DEVICE_VARIABLE}"
+        )
+    return chosen
+
+
+def backend() -> str:
+    """The backend that runs the ranks' collectives on tensors of ``device()``: "gloo" or "nccl".
+
+    This is gloo unless NCCL was chosen with ``--backend nccl`` or FULLSHARD_TEST_BACKEND.
+    """
+    chosen = os.environ.get(BACKEND_VARIABLE) or "gloo"
+    if chosen not in BACKENDS:
+        raise RankSetupError(
+            f"the test backend is {chosen!r}, expected 'gloo' or 'nccl': "
+            f"correct --backend or the environment variable {BACKEND_VARIABLE}"
+        )
+    if chosen == "nccl" and chosen_device_type() != "cuda":
+        raise RankSetupError(
+            "the test backend is 'nccl', which communicates between GPUs, but the test device is "
+            f"'cpu': add --device cuda, or set {DEVICE_VARIABLE}=cuda"
         )
     return chosen
 

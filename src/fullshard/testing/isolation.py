@@ -9,12 +9,13 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .device import device
+from .device import BACKEND_VARIABLE, DEVICE_VARIABLE, device
 from .protocol import LOOPBACK, Assignment, Request
 
 # All ranks are on this machine. Its host name may not resolve, but it has a loopback interface.
@@ -25,6 +26,7 @@ def rank_environment(assignment: Assignment, outside: dict[str, str]) -> dict[st
     """The test process's environment, with the variables that a launcher would set for a rank."""
     return (
         _DEFAULTS
+        | _nccl_defaults(assignment)
         | outside
         | {
             "RANK": str(assignment.rank),
@@ -34,9 +36,24 @@ def rank_environment(assignment: Assignment, outside: dict[str, str]) -> dict[st
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(assignment.spare_port),
             "OMP_NUM_THREADS": "1",
-            "FULLSHARD_TEST_DEVICE": assignment.device,
+            DEVICE_VARIABLE: assignment.device,
+            BACKEND_VARIABLE: assignment.backend,
         }
     )
+
+
+def _nccl_defaults(assignment: Assignment) -> dict[str, str]:
+    """What lets NCCL connect ranks on this machine, also several on one GPU.
+
+    NCCL refuses two ranks on one GPU of a host. If there are more ranks than GPUs, each rank is a
+    host of its own by name, and NCCL connects them by sockets, as it does hosts.
+    """
+    if assignment.backend != "nccl":
+        return {}
+    defaults = {"NCCL_SOCKET_IFNAME": "lo"}
+    if assignment.world_size > torch.cuda.device_count():
+        defaults["NCCL_HOSTID"] = f"host{assignment.rank}"
+    return defaults
 
 
 @contextlib.contextmanager
@@ -95,7 +112,9 @@ def group_state(original: dist.ProcessGroup) -> tuple[int, int] | None:
 
 
 def _sequence_number(group: dist.ProcessGroup) -> int:
-    return group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    """How many collectives all backends of ``group`` have been given."""
+    backends: set[Any] = {group._get_backend(each) for each in group._device_types}
+    return sum(each._get_sequence_number_for_group() for each in backends)
 
 
 def _set_environment(wanted: dict[str, str]) -> None:

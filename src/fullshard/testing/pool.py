@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from ..ports import reserve_port
-from .device import chosen_device_type, require_device
+from .device import backend, chosen_device_type, require_device
 from .errors import RankSetupError, RanksFailed
 from .protocol import LOOPBACK, Assignment, Request
 from .rank_process import RankProcess
@@ -32,7 +32,7 @@ _pool_numbers = itertools.count()
 
 
 class RankPool:
-    """A pool of real processes, one for each rank, in a process group over gloo.
+    """A pool of real processes, one for each rank, in a process group over gloo or NCCL.
 
     The ranks start with the first run and are reused. If one of them fails, they are replaced
     before the next run. One function runs at a time. Use the pool as a context manager, or call
@@ -50,7 +50,7 @@ class RankPool:
         self.world_size = checked_world_size(world_size)
         self._session: Session | None = None
         self._ranks: list[RankProcess] = []
-        self._device = ""
+        self._chosen = ("", "")
         self._spare_port: socket.socket | None = None
 
     def run(
@@ -108,12 +108,12 @@ class RankPool:
         self.close()
 
     def _make_ready(self, session: Session) -> None:
-        device = chosen_device_type()
-        if session is self._session and device == self._device and self._all_run():
+        chosen = chosen_device_type(), backend()
+        if session is self._session and chosen == self._chosen and self._all_run():
             return
         self.close()
-        require_device(device)
-        self._session, self._device = session, device
+        require_device(chosen[0])
+        self._session, self._chosen = session, chosen
         self._start(session)
 
     def _all_run(self) -> bool:
@@ -123,12 +123,14 @@ class RankPool:
 
     def _start(self, session: Session) -> None:
         prefix = f"pool-{next(_pool_numbers)}"
+        device, backend_name = self._chosen
         self._spare_port = reserve_port(LOOPBACK)
         for rank in range(self.world_size):
             assignment = Assignment(
                 rank=rank,
                 world_size=self.world_size,
-                device=self._device,
+                device=device,
+                backend=backend_name,
                 store_port=session.port,
                 store_prefix=prefix,
                 spare_port=self._spare_port.getsockname()[1],

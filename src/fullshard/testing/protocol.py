@@ -20,6 +20,7 @@ class Assignment:
     rank: int
     world_size: int
     device: str
+    backend: str
     store_port: int
     store_prefix: str
     spare_port: int

@@ -1,8 +1,8 @@
-"""The pytest plugin: the option for the device, and ending the ranks with the session.
+"""The pytest plugin: options for device and backend, and ending the ranks with the session.
 
 Use it with ``pytest_plugins = ["fullshard.testing.pytest_plugin"]`` in the conftest.py of your
-tests' top folder. Tests that use ranks run without it too, on the device that the environment
-variable FULLSHARD_TEST_DEVICE names.
+tests' top folder. Tests that use ranks run without it too, on the device and over the backend that
+the environment variables FULLSHARD_TEST_DEVICE and FULLSHARD_TEST_BACKEND name.
 """
 
 from __future__ import annotations
@@ -15,26 +15,42 @@ from _pytest._code.code import ReprFileLocation, TerminalRepr
 from _pytest._io import TerminalWriter
 
 from .decorator import is_test_on_ranks
-from .device import DEVICE_TYPES, DEVICE_VARIABLE, chosen_device_type, require_device
+from .device import (
+    BACKEND_VARIABLE,
+    BACKENDS,
+    DEVICE_TYPES,
+    DEVICE_VARIABLE,
+    backend,
+    chosen_device_type,
+    require_device,
+)
 from .errors import RankSetupError, RanksFailed
 from .session import close_session, current_session
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option --device."""
+    """Add the options --device and --backend."""
     parser.addoption(
         "--device",
         choices=DEVICE_TYPES,
         help="the device of the ranks (default: cpu); ranks share the available GPUs",
     )
+    parser.addoption(
+        "--backend",
+        choices=BACKENDS,
+        help="the backend of the ranks' collectives on their device (default: gloo)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Check the device before any test runs."""
+    """Check the device and the backend before any test runs."""
     if config.option.device is not None:
         os.environ[DEVICE_VARIABLE] = config.option.device
+    if config.option.backend is not None:
+        os.environ[BACKEND_VARIABLE] = config.option.backend
     try:
         require_device(chosen_device_type())
+        backend()
     except RankSetupError as error:
         raise pytest.UsageError(str(error)) from None
 

@@ -73,7 +73,7 @@ def _join(assignment: Assignment) -> dist.ProcessGroup:
         torch.cuda.set_device(assignment.rank % torch.cuda.device_count())
     server = dist.TCPStore(LOOPBACK, assignment.store_port, is_master=False, wait_for_workers=False)
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if assignment.backend == "nccl" else "gloo",
         store=dist.PrefixStore(assignment.store_prefix, server),
         rank=assignment.rank,
         world_size=assignment.world_size,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .backends import backend_of, is_gloo
 from .order_check import NoAgreement, agreement_for
 
 # torch 2.13 renamed the flat collectives; 2.11 has only the old names, and both are methods of
@@ -40,8 +41,9 @@ class Group:
     #: Whether, on an accelerator, the device waits for operations while the host goes on.
     runs_ahead = True
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, device_type: str | None = None) -> None:
         self.group = group
+        self.device_type = device_type
         self.rank: int = group.rank()
         self.size: int = group.size()
         is_real = isinstance(group, dist.ProcessGroup)
@@ -49,7 +51,7 @@ class Group:
         #: Whether the ranks agree on every operation before it starts.
         self.checks_order = not isinstance(self._agreement, NoAgreement)
         #: Whether the backend itself makes means of sums, which saves a kernel for each.
-        self.averages = self.runs_ahead and "nccl" in backend_name(group)
+        self.averages = device_type is not None and "nccl" in backend_of(group, device_type)
         self.refuse: Callable[[str, str], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
@@ -61,7 +63,11 @@ class Group:
                 "A unit can be pickled when it uses the default process group; this one uses a "
                 "group of its own, which another process would not know"
             )
-        return _default_group, ()
+        return _default_group, (self.device_type,)
+
+    def on(self, device: torch.device) -> Group:
+        """The same ranks' group, for tensors of ``device``."""
+        return group_for(self.group, device)
 
     def refuse_operations(self, refuse: Callable[[str, str], None] | None) -> None:
         """Call ``refuse`` with the verb and unit of each operation before it starts (``Join``).
@@ -262,27 +268,26 @@ def own_alias(tensor: torch.Tensor) -> torch.Tensor:
 stuck: list[Any] = []
 
 # Weak: the last unit that uses a process group lets it go, and with it the backend's threads.
-_groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
+_groups: weakref.WeakValueDictionary[tuple[int, str | None], Group] = weakref.WeakValueDictionary()
 
 
-def group_for(group: Any) -> Group:
-    """The :class:`Group` of a process group; all units that use it share one."""
-    known = _groups.get(id(group))
+def group_for(group: Any, device: torch.device | None = None) -> Group:
+    """The :class:`Group` for collectives of a process group on tensors of ``device``.
+
+    All units on devices of a type share one. Without a device, it fits tensors of any.
+    """
+    return _group_for(group, None if device is None else device.type)
+
+
+def _group_for(group: Any, device_type: str | None) -> Group:
+    known = _groups.get((id(group), device_type))
     if known is None or known.group is not group:
         from .gloo import GlooGroup  # which is a Group
 
-        kind = GlooGroup if "gloo" in backend_name(group) else Group
-        known = _groups[id(group)] = kind(group)
+        kind = GlooGroup if is_gloo(group, device_type) else Group
+        known = _groups[id(group), device_type] = kind(group, device_type)
     return known
 
 
-def _default_group() -> Group:
-    return group_for(dist.group.WORLD)
-
-
-def backend_name(group: Any) -> str:
-    """The name of a process group's backend; empty for objects that are none."""
-    if not isinstance(group, dist.ProcessGroup):
-        return ""
-    name: str = dist.get_backend(group)
-    return name
+def _default_group(device_type: str | None) -> Group:
+    return _group_for(dist.group.WORLD, device_type)

@@ -22,8 +22,8 @@ class GlooGroup(Group):
 
     runs_ahead = False
 
-    def __init__(self, group: Any) -> None:
-        super().__init__(group)
+    def __init__(self, group: Any, device_type: str | None = None) -> None:
+        super().__init__(group, device_type)
         self._from_each = [broadcast_from(rank) for rank in range(self.size)]
         leave_time_at_exit()
 

@@ -38,6 +38,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from .backends import is_gloo
+
 #: Seconds of waiting after which a rank looks at what the others are doing.
 PATIENCE = 2.0
 #: Seconds of waiting after which a rank says for whom, once.
@@ -378,7 +380,7 @@ def _make(group: Any) -> Agreement | NoAgreement:
     if store is None or backend == "fake":
         return NoAgreement()
     agreement = Agreement(store, group.rank(), group.size(), _timeout_of(group))
-    if "gloo" not in str(backend):
+    if not is_gloo(group):
         answer_in_background(agreement, group)
     return agreement
 

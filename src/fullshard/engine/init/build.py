@@ -195,7 +195,6 @@ def build_unit(
             shard=True,
         )
         handles.append(handle)
-    copies = group_for(groups.copies) if groups.copies is not None else None
-    return Unit(
-        type(module).__name__, module, handles, group_for(groups.shards), copies, device, options
-    )
+    shards = group_for(groups.shards, device)
+    copies = group_for(groups.copies, device) if groups.copies is not None else None
+    return Unit(type(module).__name__, module, handles, shards, copies, device, options)

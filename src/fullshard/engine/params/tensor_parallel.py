@@ -54,7 +54,8 @@ class Distribution:
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
         """This rank's group in each of the mesh's dimensions."""
-        return tuple(group_for(self.mesh.get_group(i)) for i in range(self.mesh.ndim))
+        device = torch.device(self.mesh.device_type)
+        return tuple(group_for(self.mesh.get_group(i), device) for i in range(self.mesh.ndim))
 
     @functools.cached_property
     def parts(self) -> tuple[Group, ...]:

@@ -1,0 +1,154 @@
+"""The suite over NCCL: runs test files on ranks that share this machine's GPUs, several at a time.
+
+    PYTHONPATH=src python3 tests/over_nccl.py
+    PYTHONPATH=src python3 tests/over_nccl.py tests/engine --jobs 4 --log log.txt
+
+Each file is a process of its own, with ranks of its own (``fullshard.testing``, backend nccl). It
+is run by pytest where that is installed, and by ``python -m fullshard.testing`` elsewhere, which
+skips tests that use fixtures. Prints a line for each file, then why tests were skipped, then which
+tests failed; ends with status 1 if any did, or if a file ran into its time limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("engine", "hazards", "original", "grad", "state", "fully_shard", "capture")
+#: "3 passed, 1 skipped in 2.10s" of pytest, "3 passed, 0 failed, 1 skipped in 2.10 s" of ours.
+_COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
+_FAILED = re.compile(r"^(?:FAILED|ERROR)\s+(\S.*)$", re.MULTILINE)
+_SKIPPED_BY_PYTEST = re.compile(r"^SKIPPED \[(\d+)\] [^ ]+: (.*)$", re.MULTILINE)
+_SKIPPED = re.compile(r"^SKIPPED +\S.*? \((.*)\)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one test file."""
+
+    file: Path
+    status: int | None
+    seconds: float
+    output: str
+
+    @property
+    def counts(self) -> Counter[str]:
+        last = next(reversed(self.output.strip().splitlines()), "")
+        return Counter({word: int(number) for number, word in _COUNT.findall(last)})
+
+    @property
+    def passed(self) -> bool:
+        # pytest's 5: no test was run, as where a file is skipped as a whole.
+        return self.status in (0, 5)
+
+    def skipped(self) -> Iterator[tuple[int, str]]:
+        """How many tests were skipped for which reason."""
+        for number, reason in _SKIPPED_BY_PYTEST.findall(self.output):
+            yield int(number), reason
+        for reason in _SKIPPED.findall(self.output):
+            yield 1, reason
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    folders = [ROOT / "tests" / name for name in FOLDERS]
+    parser.add_argument("paths", nargs="*", type=Path, default=folders, help="files and folders")
+    parser.add_argument("--jobs", type=int, default=6, help="files that run at a time")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds for each file")
+    parser.add_argument("--until", type=float, help="start no file after this many seconds")
+    parser.add_argument("--backend", choices=["nccl", "gloo"], default="nccl")
+    parser.add_argument("--log", type=Path, help="write the output of all files to this one")
+    given = parser.parse_args()
+    began = time.monotonic()
+    results = []
+    with ThreadPoolExecutor(given.jobs) as pool:
+        runs = [pool.submit(_run, file, given, began) for file in _files(given.paths)]
+        for run in as_completed(runs):
+            result = run.result()
+            if result is not None:
+                results.append(result)
+                print(_line(result), flush=True)
+    if given.log is not None:
+        given.log.write_text("".join(f"=== {r.file}\n{r.output}\n" for r in results))
+    return _summarise(results, len(runs) - len(results), time.monotonic() - began)
+
+
+def _files(paths: Iterable[Path]) -> list[Path]:
+    found = []
+    for path in paths:
+        found += sorted(path.glob("test_*.py")) if path.is_dir() else [path]
+    # The largest take longest, and should not be the last ones to start.
+    return sorted((file for file in found if file.exists()), key=lambda file: -file.stat().st_size)
+
+
+def _run(file: Path, given: argparse.Namespace, began: float) -> Result | None:
+    if given.until is not None and time.monotonic() - began > given.until:
+        return None
+    options = ["--device", "cuda", "--backend", given.backend]
+    if importlib.util.find_spec("pytest") is not None:
+        command = ["-m", "pytest", "-q", "-rfEs", "-p", "no:cacheprovider", str(file), *options]
+    else:
+        command = ["-m", "fullshard.testing", str(file), *options]
+    started = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=given.limit)
+    except subprocess.TimeoutExpired:
+        # Its ranks end with it.
+        process.kill()
+        output, _ = process.communicate()
+        return Result(file, None, time.monotonic() - started, output)
+    return Result(file, process.returncode, time.monotonic() - started, output)
+
+
+def _line(result: Result) -> str:
+    name = result.file.resolve().relative_to(ROOT)
+    counts = ", ".join(f"{number} {word}" for word, number in result.counts.items())
+    ended = "ran into its time limit" if result.status is None else counts or "ran no test"
+    return f"{'ok  ' if result.passed else 'FAIL'} {name}: {ended} ({result.seconds:.0f} s)"
+
+
+def _summarise(results: list[Result], left_out: int, seconds: float) -> int:
+    reasons: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    for result in results:
+        total += result.counts
+        for number, reason in result.skipped():
+            reasons[reason] += number
+    print("\nskipped:")
+    for reason, number in reasons.most_common():
+        print(f"{number:5} {reason}")
+    failed = [result for result in results if not result.passed]
+    for result in failed:
+        for name in _FAILED.findall(result.output):
+            print(f"FAILED {name[:200]}")
+    if left_out:
+        print(f"{left_out} files were not started: the time was up")
+    broken = total["failed"] + total["error"]
+    print(f"{len(results)} files in {seconds:.0f} s")
+    print(f"{total['passed']} passed, {broken} failed, {total['skipped']} skipped")
+    return 1 if failed or left_out else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
