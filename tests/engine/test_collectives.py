@@ -11,7 +11,7 @@ from tests.engine.traffic import counted_traffic
 
 from fullshard.engine.comm import gloo
 from fullshard.engine.comm.collectives import group_for
-from fullshard.testing import device, ranks
+from fullshard.testing import backend, device, ranks
 
 #: Bytes of one rank's piece of each tensor: below and above what gloo may be given in copies.
 SMALL, LARGE = 480, 48_000
@@ -47,15 +47,13 @@ def _check_gather(
             assert torch.equal(each, expected.unsqueeze(1).expand_as(each)), (turn, output.dtype)
 
 
-@pytest.mark.parametrize("backend", [None, "cpu:gloo", "gloo"])
+@pytest.mark.parametrize("name", [None, "cpu:gloo", "gloo"])
 @ranks(2)
-def test_gloo_is_recognised_however_the_process_group_was_asked_for(backend: str | None) -> None:
+def test_gloo_is_recognised_however_the_process_group_was_asked_for(name: str | None) -> None:
     dist.destroy_process_group()
-    dist.init_process_group(backend)
-    world = dist.group.WORLD
+    dist.init_process_group(name)
 
-    for group in (group_for(world, torch.device("cpu")), group_for(world)):
-        assert isinstance(group, gloo.GlooGroup)
+    assert isinstance(group_for(dist.group.WORLD, torch.device("cpu")), gloo.GlooGroup)
     dist.barrier()
 
 
@@ -80,6 +78,7 @@ def test_one_tensor_is_gathered_in_every_way(nbytes: int) -> None:
             _check_gather(nbytes, at_a_time=3, dtypes=[torch.float32])
 
 
+@pytest.mark.skipif(backend() != "gloo", reason="the defect is gloo's")
 @pytest.mark.parametrize("nbytes", [SMALL, LARGE])
 @ranks(2)
 def test_gloo_is_not_asked_for_its_coalesced_gather(nbytes: int) -> None:

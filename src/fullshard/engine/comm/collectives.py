@@ -113,12 +113,13 @@ class Group:
     ) -> list[Any]:
         """Start filling each output with all ranks' inputs, in one launch."""
         self.agree("gather", unit, *outputs)
-        if len(outputs) == 1:
-            return [self._all_gather(outputs[0], inputs[0])]
+        received, sent = list(map(as_real, outputs)), list(map(as_real, inputs))
+        if len(received) == 1:
+            return [self._all_gather(received[0], sent[0])]
         if _NEW_NAMES:
-            work = self.group.all_gather_single_coalesced(list(outputs), list(inputs))
+            work = self.group.all_gather_single_coalesced(received, sent)
         else:
-            work = self.group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
+            work = self.group.allgather_into_tensor_coalesced(received, sent)
         return [work]
 
     def _all_gather(self, output: torch.Tensor, piece: torch.Tensor) -> Any:
