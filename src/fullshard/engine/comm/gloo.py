@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
+from .across_hosts import AcrossHosts, add_up
 from .collectives import Group, as_real, broadcast_from, bytes_of, own_alias, stuck
 from .pending_work import PendingWork, leave_time_at_exit
 
 #: Up to how many bytes copies cost less than gloo's rounds of messages.
 _SMALL = 256 * 1024
+#: Up to how many bytes a rank of another host is sent a tensor that its neighbour is sent, too.
+_TINY = 16 * 1024
 #: Up to how many ranks gloo's broadcasts beat its all-gather.
 _BROADCASTING_RANKS = 8
 
@@ -26,6 +29,11 @@ class GlooGroup(Group):
         super().__init__(group, device_type)
         self._from_each = [broadcast_from(rank) for rank in range(self.size)]
         leave_time_at_exit()
+
+    @functools.cached_property
+    def _across(self) -> AcrossHosts | None:
+        """The collectives of ranks that share hosts with some ranks and not with others."""
+        return AcrossHosts.of(self.group, self.wait)
 
     def wait(self, *pending: PendingWork) -> None:
         """Wait for what was started, and look out for ranks that do something else meanwhile."""
@@ -58,6 +66,8 @@ class GlooGroup(Group):
         on_host = outputs[0].device.type == "cpu"
         little = on_host and sum(output.nbytes for output in outputs) <= _SMALL
         received, sent = list(map(bytes_of, outputs)), list(map(bytes_of, inputs))
+        if self._across is not None and not (little and len(outputs) > 1):
+            return list(map(self._across.gather, received, sent))
         if little and len(outputs) > 1:
             return [self._gather_packed(received, sent)]
         if on_host and self.size == 2:
@@ -81,10 +91,15 @@ class GlooGroup(Group):
         parts = received.view(self.size, sent.numel())
         parts = parts.split([piece.numel() for piece in pieces], dim=1)
         places = [output.view(part.shape) for output, part in zip(outputs, parts, strict=True)]
-        gather = self._swap_pieces if self.size == 2 else self._send_to_all
-        started = gather(own_alias(received), sent)
-        started.then = functools.partial(torch._foreach_copy_, places, parts)
+        started = self._gather_small(own_alias(received), sent)
+        started.and_then(functools.partial(torch._foreach_copy_, places, parts))
         return started
+
+    def _gather_small(self, output: torch.Tensor, piece: torch.Tensor) -> PendingWork:
+        if self._across is not None:
+            return self._across.gather(output, piece)
+        gather = self._swap_pieces if self.size == 2 else self._send_to_all
+        return gather(output, piece)
 
     def _swap_pieces(self, output: torch.Tensor, piece: torch.Tensor) -> PendingWork:
         """Gather on two ranks."""
@@ -131,6 +146,8 @@ class GlooGroup(Group):
         output, full = as_real(output).view(-1), as_real(full).view(-1)
         halves = self.size == 2 and full.device.type == "cpu"
         exchange = self._swap_halves if halves else self._exchange_parts
+        if self._across is not None:
+            exchange = self._across.exchange_parts
         return functools.partial(self._add_up, *exchange(full), output)
 
     def _exchange_parts(self, full: torch.Tensor) -> tuple[PendingWork, Sequence[torch.Tensor]]:
@@ -154,9 +171,25 @@ class GlooGroup(Group):
         self, started: PendingWork, parts: Sequence[torch.Tensor], output: torch.Tensor
     ) -> None:
         self.wait(started)
-        torch.add(parts[0], parts[1], out=output)
-        for part in parts[2:]:
-            output.add_(part)
+        add_up(parts, output)
+
+    def start_all_reduce(
+        self, tensor: torch.Tensor, unit: str, verb: str = "all-reduce", mean: bool = False
+    ) -> Callable[[], None]:
+        """Begin to sum ``tensor``; between hosts by a reduce-scatter and an all-gather."""
+        if self._across is None or tensor.nbytes <= _TINY or not tensor.is_contiguous():
+            return super().start_all_reduce(tensor, unit, verb, mean)
+        self.agree(verb, unit, tensor)
+        return self._across.all_reduce(as_real(tensor).view(-1))
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], unit: str) -> None:
+        """Overwrite each tensor, which must be contiguous, with that of the group's first rank."""
+        if self._across is None:
+            super().broadcast(tensors, unit)
+            return
+        self.agree("broadcast", unit, *tensors)
+        for tensor in map(bytes_of, tensors):
+            self._across.broadcast(tensor)
 
 
 def _fill(place: torch.Tensor, piece: torch.Tensor) -> None:

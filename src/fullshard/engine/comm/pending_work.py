@@ -42,6 +42,11 @@ class PendingWork:
         #: What is left to do when it is complete.
         self.then: Callable[[], object] | None = None
 
+    def and_then(self, following: Callable[[], object]) -> None:
+        """Call ``following`` when the operation is complete, after what is called already."""
+        earlier = self.then
+        self.then = following if earlier is None else functools.partial(_both, earlier, following)
+
     def finish(self) -> None:
         """Return when nothing is left of a completed work: not held, and not to be done."""
         self.work = None
@@ -60,6 +65,11 @@ class PendingWork:
                 if now > deadline:
                     return
                 time.sleep(_PAUSE)
+
+
+def _both(first: Callable[[], object], second: Callable[[], object]) -> None:
+    first()
+    second()
 
 
 @functools.cache

@@ -1,0 +1,243 @@
+"""Collectives over gloo that cross the network between hosts once, where ranks share hosts.
+
+Each works in two levels: between hosts, every byte goes from one rank to one rank (see ``Hosts``
+for which); inside a host, that rank and its neighbours exchange it. Between two hosts of two ranks
+each, the collectives of one level send twice as much.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .hosts import Hosts, hosts_of
+from .pending_work import PendingWork
+
+#: Up to how many bytes an exchange of copies costs less than a broadcast for each piece.
+_SMALL = 256 * 1024
+
+
+class AcrossHosts:
+    """A process group whose ranks are spread over hosts. All tensors are flat and of real numbers.
+
+    ``inside`` connects the ranks of this host. ``wait`` waits for works as the group does, so that
+    a rank that does something else is noticed.
+    """
+
+    @classmethod
+    def of(cls, group: Any, wait: Callable[..., None]) -> AcrossHosts | None:
+        """The collectives of ``group`` across hosts, or None where no ranks share one of several.
+
+        Its ranks all call this, before the first of these collectives.
+        """
+        known = _connected.get(group)
+        if known is None:
+            hosts = hosts_of(group)
+            inside = _connect(group, hosts) if hosts.spread else None
+            known = _connected[group] = hosts, inside
+        hosts, inside = known
+        return None if inside is None else cls(group, hosts, inside, wait)
+
+    def __init__(self, group: Any, hosts: Hosts, inside: Any, wait: Callable[..., None]) -> None:
+        self._group = group
+        self._wait = wait
+        self._rank: int = group.rank()
+        self._size: int = group.size()
+        self._hosts = hosts
+        self._relays = hosts.relays(self._rank)
+        self._neighbours = hosts.neighbours(self._rank)
+        self._position = self._neighbours.index(self._rank)
+        #: Of each neighbour: the ranks whose pieces it has, its own first, after the first level.
+        self._held = [(n, *hosts.relayed(n)) for n in self._neighbours]
+        self._inside = inside
+        self._from_each = [_from(position) for position in range(len(self._neighbours))]
+
+    # -- all-gather -----------------------------------------------------------------------------
+
+    def gather(self, output: torch.Tensor, piece: torch.Tensor) -> PendingWork:
+        """Start filling ``output`` with all ranks' pieces; neighbours share when it is waited for.
+
+        So hosts exchange while the caller computes.
+        """
+        rows = output.view(self._size, piece.numel())
+        sent = piece.repeat(len(self._relays)) if len(self._relays) > 1 else piece
+        relayed = self._held[self._position][1:]
+        received = piece.new_empty(len(relayed) * piece.numel())
+        work = self._exchange(
+            received, sent, dict.fromkeys(relayed, piece.numel()), self._sizes_to_relays(piece)
+        )
+        if rows[self._rank].data_ptr() != piece.data_ptr():
+            rows[self._rank].copy_(piece)
+        pending = PendingWork(work, [received, sent])
+        pending.then = functools.partial(self._share, rows, received, relayed)
+        return pending
+
+    def _sizes_to_relays(self, piece: torch.Tensor) -> dict[int, int]:
+        return dict.fromkeys(self._relays, piece.numel())
+
+    def _share(self, rows: torch.Tensor, received: torch.Tensor, relayed: Sequence[int]) -> None:
+        """Give the neighbours the rows that this rank has, and get theirs."""
+        for row, part in zip(relayed, received.view(len(relayed), rows.shape[1]), strict=True):
+            rows[row].copy_(part)
+        if len(self._neighbours) == 1:
+            return
+        if rows.nbytes <= _SMALL:
+            self._swap_rows(rows)
+        else:
+            self._broadcast_rows(rows)
+
+    def _swap_rows(self, rows: torch.Tensor) -> None:
+        width = rows.shape[1]
+        mine = torch.cat([rows[row] for row in self._held[self._position]])
+        others = len(self._neighbours) - 1
+        sent = mine.repeat(others) if others > 1 else mine
+        to, of = (
+            [
+                0 if n == self._rank else size
+                for n, size in zip(self._neighbours, sizes, strict=True)
+            ]
+            for sizes in (
+                [mine.numel()] * len(self._neighbours),
+                [width * len(held) for held in self._held],
+            )
+        )
+        received = mine.new_empty(sum(of))
+        work = self._inside.alltoall_base(received, sent, of, to)
+        self._wait(PendingWork(work, [received, sent]))
+        theirs = [
+            row
+            for n, held in zip(self._neighbours, self._held, strict=True)
+            for row in held
+            if n != self._rank
+        ]
+        for row, part in zip(theirs, received.view(len(theirs), width), strict=True):
+            rows[row].copy_(part)
+
+    def _broadcast_rows(self, rows: torch.Tensor) -> None:
+        started = []
+        for held, options in zip(self._held, self._from_each, strict=True):
+            for row in held:
+                part = rows[row]
+                started.append(PendingWork(self._inside.broadcast([part], options), [part]))
+                del part
+        self._wait(*started)
+
+    # -- reduce-scatter -------------------------------------------------------------------------
+
+    def exchange_parts(self, full: torch.Tensor) -> tuple[PendingWork, Sequence[torch.Tensor]]:
+        """Add up inside hosts, and start sending the sums between them.
+
+        Returns the tensors whose sum is this rank's part when the work is complete.
+        """
+        width = full.numel() // self._size
+        mine = self._held[self._position]
+        sums = self._sum_inside(full.view(self._size, width)).view(len(mine), width)
+        received = full.new_empty(len(self._relays) * width)
+        sent = sums.view(-1)[width:]
+        of, to = dict.fromkeys(self._relays, width), dict.fromkeys(mine[1:], width)
+        work = self._exchange(received, sent, of, to)
+        pending = PendingWork(work, [received, sent])
+        return pending, (sums[0], *received.view(len(self._relays), width).unbind())
+
+    def _sum_inside(self, parts: torch.Tensor) -> torch.Tensor:
+        """The sums over this host of the parts that this rank speaks for, its own first."""
+        count = len(self._neighbours)
+        order = [row for held in self._held for row in held]
+        sent = torch.cat([parts[row] for row in order])
+        if count == 1:
+            return sent
+        width = parts.shape[1]
+        to = [width * len(held) for held in self._held]
+        own = to[self._position]
+        received = sent.new_empty(own * count)
+        work = self._inside.alltoall_base(received, sent, [own] * count, to)
+        self._wait(PendingWork(work, [received, sent]))
+        first, *others = received.view(count, own).unbind()
+        for other in others:
+            first.add_(other)
+        return first
+
+    # -- the rest -------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Start summing ``tensor`` in place: a reduce-scatter and an all-gather."""
+        width = -(-tensor.numel() // self._size)
+        padded = tensor.new_zeros(width * self._size)
+        padded[: tensor.numel()].copy_(tensor)
+        pending, parts = self.exchange_parts(padded)
+        return functools.partial(self._finish_all_reduce, pending, parts, padded, tensor)
+
+    def _finish_all_reduce(
+        self,
+        pending: PendingWork,
+        parts: Sequence[torch.Tensor],
+        padded: torch.Tensor,
+        tensor: torch.Tensor,
+    ) -> None:
+        self._wait(pending)
+        own = padded.view(self._size, -1)[self._rank]
+        add_up(parts, own)
+        self._wait(self.gather(padded, own.clone()))
+        tensor.copy_(padded[: tensor.numel()])
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrite ``tensor`` with that of the first rank."""
+        relays = self._hosts.relays(0) if self._rank == 0 else ()
+        sent = (
+            tensor.repeat(len(relays))
+            if len(relays) > 1
+            else tensor[: tensor.numel() * len(relays)]
+        )
+        of_first = {0: tensor.numel()} if self._rank in self._hosts.relays(0) else {}
+        received = tensor if of_first else tensor.new_empty(0)
+        work = self._exchange(received, sent, of_first, dict.fromkeys(relays, tensor.numel()))
+        self._wait(PendingWork(work, [received, sent]))
+        root = self._hosts.relay(0, self._hosts.of_ranks[self._rank])
+        if len(self._neighbours) > 1:
+            options = self._from_each[self._neighbours.index(root)]
+            self._wait(PendingWork(self._inside.broadcast([tensor], options), [tensor]))
+
+    def _exchange(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: dict[int, int],
+        sent_sizes: dict[int, int],
+    ) -> Any:
+        """Start an exchange with ranks of other hosts: how many elements from and to which."""
+        of = [received_sizes.get(rank, 0) for rank in range(self._size)]
+        to = [sent_sizes.get(rank, 0) for rank in range(self._size)]
+        return self._group.alltoall_base(received, sent, of, to)
+
+
+def add_up(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+    """Write the sum of two or more tensors to ``output``, which may be one of them."""
+    torch.add(parts[0], parts[1], out=output)
+    for part in parts[2:]:
+        output.add_(part)
+
+
+def _from(rank: int) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = rank
+    return options
+
+
+#: The hosts of a group's ranks and the connections of those on this one. A group is connected once,
+#: since the addresses of the first time stay in its store.
+_connected: weakref.WeakKeyDictionary[Any, tuple[Hosts, Any]] = weakref.WeakKeyDictionary()
+
+
+def _connect(group: Any, hosts: Hosts) -> Any:
+    """Connect the ranks of this host by gloo, beside the process groups that torch knows of."""
+    _, store = dist.distributed_c10d._world.pg_map[group]
+    neighbours = hosts.neighbours(group.rank())
+    timeout = group._get_backend(group._device_types[0]).options._timeout
+    name = f"fullshard/inside/{neighbours[0]}"
+    position = neighbours.index(group.rank())
+    return dist.ProcessGroupGloo(dist.PrefixStore(name, store), position, len(neighbours), timeout)
