@@ -147,6 +147,10 @@ def fullshard_grad_op(model: nn.Module, setting: Setting) -> nn.Module:
     return fullshard(model, setting, strategy="SHARD_GRAD_OP")
 
 
+def fullshard_hybrid(model: nn.Module, setting: Setting) -> nn.Module:
+    return fullshard(model, setting, strategy="HYBRID_SHARD")
+
+
 ROWS: dict[str, Build] = {
     "bare": bare,
     "DDP": data_parallel,
@@ -155,6 +159,7 @@ ROWS: dict[str, Build] = {
     "Megatron-FSDP": megatron_fsdp,
     "fullshard": fullshard,
     "fullshard SHARD_GRAD_OP": fullshard_grad_op,
+    "fullshard HYBRID_SHARD": fullshard_hybrid,
 }
 
 #: What a row does to the optimizer of its model, if anything.

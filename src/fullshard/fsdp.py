@@ -25,18 +25,13 @@ from .engine.params.handle import _FSDP_USE_FULL_PREC_IN_EVAL
 from .engine.params.locations import WRAPPED_MODULE, clean_tensor_name, own_modules
 from .engine.runtime.forward import Schedule
 from .engine.runtime.policy import UnitOptions
-from .engine.runtime.precision import (
-    UNCHANGED_BUFFERS,
-    BufferPrecision,
-    cast_floating,
-    floating_dtype,
-    move,
-)
+from .engine.runtime.precision import UNCHANGED_BUFFERS, BufferPrecision, cast_floating
 from .engine.runtime.unit import Unit
 from .engine.runtime.untraced import untraced, untraced_itself
 from .facts import TrainingState, UnitFacts
 from .forward_method import register_fsdp_forward_method
 from .gradient_methods import GradientMethods
+from .input_precision import InputPrecision
 from .state.model.deferred_init import check_initializable
 from .state.model.methods import StateDicts
 from .state.model.summon import summon
@@ -57,7 +52,13 @@ __all__ = ["FullyShardedDataParallel"]
 
 
 class FullyShardedDataParallel(
-    WrappedModule, GradientMethods, StateDicts, OptimStateDicts, UnevenInputs, UnitFacts
+    WrappedModule,
+    InputPrecision,
+    GradientMethods,
+    StateDicts,
+    OptimStateDicts,
+    UnevenInputs,
+    UnitFacts,
 ):
     """Shards a module's parameters, gradients and optimizer state over data-parallel ranks.
 
@@ -259,58 +260,10 @@ class FullyShardedDataParallel(
         return output
 
     @untraced
-    def _adapt_inputs(
-        self, full_precision: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Move inputs to the unit's device, and cast inputs and buffers as its precision says."""
-        unit, precision = self._unit, self.mixed_precision
-        if unit.device.type != "cpu" and self._is_root:
-            args, kwargs = move((args, kwargs), unit.device)
-        if full_precision:
-            self._buffer_precision.restore()
-        else:
-            self._buffer_precision.lower()
-            dtype = precision.param_dtype
-            casts = precision.cast_forward_inputs or (
-                self._is_root and precision.cast_root_forward_inputs
-            )
-            if dtype is not None and casts:
-                args, kwargs = cast_floating((args, kwargs), dtype)
-        if self._exempt and self._own_dtype is not None:
-            self._outside_dtype = floating_dtype((args, kwargs))
-            args, kwargs = cast_floating((args, kwargs), self._own_dtype)
-        return args, kwargs
-
-    @property
-    def _changes_precision_or_place(self) -> bool:
-        """True if inputs or buffers of the unit may have to be cast or moved before a forward."""
-        precision = self.mixed_precision
-        return (
-            self._unit.device.type != "cpu"
-            or precision.param_dtype is not None
-            or precision.buffer_dtype is not None
-            or self._exempt
-            or self._full_precision_in_eval
-        )
-
-    @untraced
     def _abandon(self, schedule: Schedule, depth: int, error: BaseException, inputs: Any) -> None:
         schedule.abandon(self._unit, depth)
         note_places(error, self._unit, inputs)
         note_pieces(error, (other._unit for other in self.fsdp_modules(self.module)))
-
-    @property
-    def _own_dtype(self) -> torch.dtype | None:
-        """What an exempt module computes in: its parameters' dtype, or its statistics'."""
-        if self._unit.handles:
-            return self._unit.handles[0].dtypes.shard
-        return floating_dtype(list(self.module.buffers()))
-
-    #: Whether inputs or buffers may have to be cast or moved before a forward.
-    _adapts_inputs = True
-
-    #: What an exempt module is called with, among modules that compute in low precision.
-    _outside_dtype: torch.dtype | None = None
 
     @untraced
     def _start(self) -> Schedule:

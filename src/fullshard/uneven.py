@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from .engine.comm.collectives import Group, group_for
-from .engine.grads.gradients import IN_BACKWARD
+from .engine.grads.user_hooks import IN_BACKWARD
 from .engine.join.following import Follower
 from .engine.join.gradient_marks import Since
 from .engine.join.joining import Joining

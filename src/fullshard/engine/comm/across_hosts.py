@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .collectives import own_alias
 from .hosts import Hosts, hosts_of
 from .pending_work import PendingWork
 
@@ -53,7 +54,7 @@ class AcrossHosts:
         self._neighbours = hosts.neighbours(self._rank)
         self._position = self._neighbours.index(self._rank)
         #: Of each neighbour: the ranks whose pieces it has, its own first, after the first level.
-        self._held = [(n, *hosts.relayed(n)) for n in self._neighbours]
+        self._held = [[n, *hosts.relayed(n)] for n in self._neighbours]
         self._inside = inside
         self._from_each = [_from(position) for position in range(len(self._neighbours))]
 
@@ -68,17 +69,12 @@ class AcrossHosts:
         sent = piece.repeat(len(self._relays)) if len(self._relays) > 1 else piece
         relayed = self._held[self._position][1:]
         received = piece.new_empty(len(relayed) * piece.numel())
-        work = self._exchange(
-            received, sent, dict.fromkeys(relayed, piece.numel()), self._sizes_to_relays(piece)
-        )
+        of, to = (dict.fromkeys(them, piece.numel()) for them in (relayed, self._relays))
+        pending = self._exchange(received, sent, of, to)
         if rows[self._rank].data_ptr() != piece.data_ptr():
             rows[self._rank].copy_(piece)
-        pending = PendingWork(work, [received, sent])
-        pending.then = functools.partial(self._share, rows, received, relayed)
+        pending.and_then(functools.partial(self._share, rows, received, relayed))
         return pending
-
-    def _sizes_to_relays(self, piece: torch.Tensor) -> dict[int, int]:
-        return dict.fromkeys(self._relays, piece.numel())
 
     def _share(self, rows: torch.Tensor, received: torch.Tensor, relayed: Sequence[int]) -> None:
         """Give the neighbours the rows that this rank has, and get theirs."""
@@ -96,26 +92,14 @@ class AcrossHosts:
         mine = torch.cat([rows[row] for row in self._held[self._position]])
         others = len(self._neighbours) - 1
         sent = mine.repeat(others) if others > 1 else mine
-        to, of = (
-            [
-                0 if n == self._rank else size
-                for n, size in zip(self._neighbours, sizes, strict=True)
-            ]
-            for sizes in (
-                [mine.numel()] * len(self._neighbours),
-                [width * len(held) for held in self._held],
-            )
-        )
+        theirs = [*self._held[: self._position], [], *self._held[self._position + 1 :]]
+        of = [width * len(held) for held in theirs]
+        to = [mine.numel()] * len(theirs)
+        to[self._position] = 0
         received = mine.new_empty(sum(of))
-        work = self._inside.alltoall_base(received, sent, of, to)
-        self._wait(PendingWork(work, [received, sent]))
-        theirs = [
-            row
-            for n, held in zip(self._neighbours, self._held, strict=True)
-            for row in held
-            if n != self._rank
-        ]
-        for row, part in zip(theirs, received.view(len(theirs), width), strict=True):
+        self._wait(_exchange(self._inside, received, sent, of, to))
+        gathered = [row for held in theirs for row in held]
+        for row, part in zip(gathered, received.view(len(gathered), width), strict=True):
             rows[row].copy_(part)
 
     def _broadcast_rows(self, rows: torch.Tensor) -> None:
@@ -140,8 +124,7 @@ class AcrossHosts:
         received = full.new_empty(len(self._relays) * width)
         sent = sums.view(-1)[width:]
         of, to = dict.fromkeys(self._relays, width), dict.fromkeys(mine[1:], width)
-        work = self._exchange(received, sent, of, to)
-        pending = PendingWork(work, [received, sent])
+        pending = self._exchange(received, sent, of, to)
         return pending, (sums[0], *received.view(len(self._relays), width).unbind())
 
     def _sum_inside(self, parts: torch.Tensor) -> torch.Tensor:
@@ -155,8 +138,7 @@ class AcrossHosts:
         to = [width * len(held) for held in self._held]
         own = to[self._position]
         received = sent.new_empty(own * count)
-        work = self._inside.alltoall_base(received, sent, [own] * count, to)
-        self._wait(PendingWork(work, [received, sent]))
+        self._wait(_exchange(self._inside, received, sent, [own] * count, to))
         first, *others = received.view(count, own).unbind()
         for other in others:
             first.add_(other)
@@ -188,15 +170,10 @@ class AcrossHosts:
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite ``tensor`` with that of the first rank."""
         relays = self._hosts.relays(0) if self._rank == 0 else ()
-        sent = (
-            tensor.repeat(len(relays))
-            if len(relays) > 1
-            else tensor[: tensor.numel() * len(relays)]
-        )
+        sent = tensor.repeat(len(relays)) if relays else tensor.new_empty(0)
         of_first = {0: tensor.numel()} if self._rank in self._hosts.relays(0) else {}
         received = tensor if of_first else tensor.new_empty(0)
-        work = self._exchange(received, sent, of_first, dict.fromkeys(relays, tensor.numel()))
-        self._wait(PendingWork(work, [received, sent]))
+        self._wait(self._exchange(received, sent, of_first, dict.fromkeys(relays, tensor.numel())))
         root = self._hosts.relay(0, self._hosts.of_ranks[self._rank])
         if len(self._neighbours) > 1:
             options = self._from_each[self._neighbours.index(root)]
@@ -208,11 +185,19 @@ class AcrossHosts:
         sent: torch.Tensor,
         received_sizes: dict[int, int],
         sent_sizes: dict[int, int],
-    ) -> Any:
+    ) -> PendingWork:
         """Start an exchange with ranks of other hosts: how many elements from and to which."""
         of = [received_sizes.get(rank, 0) for rank in range(self._size)]
         to = [sent_sizes.get(rank, 0) for rank in range(self._size)]
-        return self._group.alltoall_base(received, sent, of, to)
+        return _exchange(self._group, received, sent, of, to)
+
+
+def _exchange(
+    channel: Any, received: torch.Tensor, sent: torch.Tensor, of: list[int], to: list[int]
+) -> PendingWork:
+    """Start an all-to-all: how many elements this rank receives of, and sends to, each rank."""
+    received, sent = own_alias(received), own_alias(sent)
+    return PendingWork(channel.alltoall_base(received, sent, of, to), [received, sent])
 
 
 def add_up(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:

@@ -11,7 +11,6 @@ Note: absent gradients
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -29,11 +28,7 @@ from ..params.row_handle import RowHandle
 
 Gradients = Sequence[torch.Tensor | None]
 
-_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 _IS_THERE = functools.partial(operator.is_not, None)
-
-#: Where torch's ``_apply_optimizer_in_backward`` keeps a parameter's optimizers.
-IN_BACKWARD = "_in_backward_optimizers"
 
 
 class ReduceInput(NamedTuple):
@@ -70,7 +65,7 @@ class UnreducedGradients(NamedTuple):
             copies = [copy for _, copy in handle.cut(flat)]
         else:
             copies = [torch.empty_like(p, dtype=dtype, device=g.device) for p, g in given]
-        _copy(copies, [gradient for _, gradient in given])
+        copy_to_places(copies, [gradient for _, gradient in given])
         found = [(parameter, copy) for (parameter, _), copy in zip(given, copies, strict=True)]
         if handle.offload:
             streams = streams_for(handle.device)
@@ -141,7 +136,7 @@ def stage(handle: FlatParamHandle, gradients: Gradients) -> ReduceInput:
     if isinstance(buffer, RowReduceBuffer):
         _copy_rows(buffer, gradients)
     else:
-        _copy(places, present)
+        copy_to_places(places, present)
     if handle.use_orig_params and present:
         # All by a grid, which takes no memory of the device; on a host indices are faster.
         by_grid = pattern is None and flat.device.type != "cpu"
@@ -150,7 +145,8 @@ def stage(handle: FlatParamHandle, gradients: Gradients) -> ReduceInput:
     return ReduceInput(handle, flat, absent, buffer)
 
 
-def _copy(places: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+def copy_to_places(places: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+    """Copy, and cast, dense or sparse gradients to their places in a buffer."""
     if not gradients:
         return
     try:
@@ -165,7 +161,7 @@ def _copy(places: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
 
 def _copy_rows(buffer: RowReduceBuffer, gradients: Gradients) -> None:
     if buffer.flat.device.type == "cpu" or not buffer.fill(gradients):
-        _copy(*buffer.copies(gradients))
+        copy_to_places(*buffer.copies(gradients))
 
 
 class Reducing(NamedTuple):
@@ -293,131 +289,3 @@ def set_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         parameter.data = gradient
         parameter.grad = gradient
         parameter.data = data
-
-
-def run_hooks(handle: FlatParamHandle) -> None:
-    """Call what the user registered to run when a parameter's gradient is complete.
-
-    A gradient that is left from an earlier backward was complete then.
-    """
-    if any(map(_HOOKS, handle.optimizer_params)):
-        for parameter in handle.received():
-            if parameter.grad is not None and parameter.requires_grad:
-                for hook in list((_HOOKS(parameter) or {}).values()):
-                    hook(parameter)
-    handle.forget_received()
-    attributes = map(vars, handle.optimizer_params)
-    if any(map(operator.contains, attributes, itertools.repeat(IN_BACKWARD))):
-        _step_in_backward(handle)
-
-
-def _step_in_backward(handle: FlatParamHandle) -> None:
-    """Do what torch's ``_apply_optimizer_in_backward`` has autograd do for a bare parameter.
-
-    Its hooks hang on autograd nodes that no backward reaches here.
-    """
-    for parameter in handle.optimizer_params:
-        if parameter.grad is not None and hasattr(parameter, IN_BACKWARD):
-            for optimizer in getattr(parameter, IN_BACKWARD):
-                optimizer.step()
-            parameter.grad = None
-
-
-# -- gradients that stay local (no_sync) --------------------------------------------------------
-
-
-def keep_local(handle: FlatParamHandle, gradients: Gradients) -> None:
-    """Add unreduced gradients, whole and in compute precision, to those the user sees.
-
-    A user of ``fully_shard`` sees reduced gradients only: there they are kept aside.
-    """
-    if isinstance(handle, RowHandle):
-        handle.keep_unreduced(_accumulate(handle.take_unreduced(), gradients))
-        handle.show_local_gradients(True)
-        return
-    if not handle.local_gradients:
-        _make_whole(handle)
-        handle.show_local_gradients(True)
-    if not handle.use_orig_params:
-        gradients = [_flatten(handle, gradients)]
-    for parameter, gradient in zip(handle.optimizer_params, gradients, strict=True):
-        if gradient is None:
-            continue
-        if parameter.grad is None:
-            # A copy: autograd may hand the same tensor to somebody else as well.
-            set_gradient(parameter, gradient.to_dense() if gradient.is_sparse else gradient.clone())
-        else:
-            parameter.grad.add_(gradient)
-
-
-def take_local(handle: FlatParamHandle, gradients: Gradients) -> Gradients:
-    """``gradients`` plus those kept locally before, which the user sees no longer."""
-    handle.show_local_gradients(False)
-    if isinstance(handle, RowHandle):
-        return _accumulate(handle.take_unreduced(), gradients)
-    kept = [p.grad if p.requires_grad else None for p in handle.optimizer_params]
-    for parameter in handle.optimizer_params:
-        if parameter.requires_grad:
-            parameter.grad = None
-    if not handle.use_orig_params:
-        flat = kept[0]
-        if flat is None:
-            return gradients
-        kept = [flat.as_strided(s.shape, s.stride, s.offset) for s in handle.layout.slots]
-    return [_sum(old, new) for old, new in zip(kept, gradients, strict=True)]
-
-
-def _accumulate(kept: Gradients, gradients: Gradients) -> list[torch.Tensor | None]:
-    """Add ``gradients`` to ``kept`` in place, and return the sums; others are copied."""
-    if not kept:
-        kept = [None] * len(gradients)
-    pairs = zip(kept, gradients, strict=True)
-    return [_copy_of(new) if old is None else _sum(old, new) for old, new in pairs]
-
-
-def _copy_of(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """A dense copy: autograd may hand the same tensor to somebody else as well."""
-    if gradient is None:
-        return None
-    return gradient.to_dense() if gradient.is_sparse else gradient.clone()
-
-
-def _sum(old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:
-    if old is None or new is None:
-        return new if old is None else old
-    return old.add_(new)
-
-
-def _flatten(handle: FlatParamHandle, gradients: Gradients) -> torch.Tensor:
-    flat = torch.zeros(handle.layout.numel, dtype=handle.dtypes.compute, device=handle.device)
-    slots = [s for s, g in zip(handle.layout.slots, gradients, strict=True) if g is not None]
-    places = [flat.as_strided(s.shape, s.stride, s.offset) for s in slots]
-    _copy(places, [gradient for gradient in gradients if gradient is not None])
-    return flat
-
-
-def _make_whole(handle: FlatParamHandle) -> None:
-    """Turn reduced gradients that are there already into whole ones that reduce to the same.
-
-    A rank's shard, times the number of ranks that will be averaged over, stands in its own place
-    and zeros elsewhere: the mean over the ranks gives every shard back.
-    """
-    layout, dtype = handle.layout, handle.dtypes.compute
-    for index, parameter in enumerate(handle.optimizer_params):
-        if parameter.grad is None or not parameter.requires_grad:
-            continue
-        reduced = parameter.grad.to(handle.device, dtype)
-        if not handle.is_sharded:
-            whole = reduced.clone()
-        elif handle.use_orig_params:
-            slot, piece = layout.slots[index], handle.pieces[index]
-            flat = torch.zeros(slot.numel, dtype=dtype, device=handle.device)
-            flat[piece.start : piece.start + piece.numel] = reduced * layout.world_size
-            whole = flat.as_strided(slot.shape, slot.stride)
-        else:
-            whole = torch.zeros(layout.padded_numel, dtype=dtype, device=handle.device)
-            start = handle.rank * layout.shard_numel
-            whole[start : start + layout.shard_numel] = reduced * layout.world_size
-            whole = whole[: layout.numel]
-        parameter.grad = None
-        set_gradient(parameter, whole)

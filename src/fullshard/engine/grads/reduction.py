@@ -15,6 +15,7 @@ from ..comm.pending_work import kept_alive
 from ..params.handle import REQUIRES_GRAD, FlatParamHandle
 from . import gradients as flow
 from .comm_hook import Ballot, CommHook, reduce_with_hook, settle_by_vote
+from .local_gradients import keep_local, take_local
 
 if TYPE_CHECKING:
     from ..runtime.unit import Unit
@@ -65,7 +66,7 @@ class Reduction:
         """Let gradients stay local and whole (``no_sync``)."""
         for handle, full in zip(self._unit.handles, gradients, strict=True):
             if any(gradient is not None for gradient in full):
-                flow.keep_local(handle, full)
+                keep_local(handle, full)
 
     def stage(self, gradients: Sequence[flow.Gradients]) -> None:
         """Copy full gradients into reduce buffers, so that autograd's own memory can go."""
@@ -74,7 +75,7 @@ class Reduction:
             if True not in map(REQUIRES_GRAD, handle.optimizer_params):
                 continue
             if handle.local_gradients:
-                full = flow.take_local(handle, full)
+                full = take_local(handle, full)
             if alone and handle.use_orig_params and not handle.is_sharded:
                 # This rank's gradients are the result, as they are.
                 own = flow.UnreducedGradients(handle, full)
@@ -309,10 +310,3 @@ def settle_all(reductions: Sequence[Reduction]) -> None:
             ballots += reduction.take_ballots()
     if ballots:
         settle_by_vote(ballots)
-
-
-def run_hooks_of_all(reductions: Sequence[Reduction]) -> None:
-    """Call the user's hooks on parameters whose reduced gradients are in place."""
-    for reduction in reductions:
-        for handle in reduction.handles:
-            flow.run_hooks(handle)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..grads.gradients import IN_BACKWARD
+from ..grads.user_hooks import IN_BACKWARD
 from ..params.locations import clean_tensor_name
 from ..runtime.pytrees import tensors_in
 from ..runtime.unit import Unit

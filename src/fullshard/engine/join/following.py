@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..grads.reduction import run_hooks_of_all, settle_all
+from ..grads.reduction import settle_all
+from ..grads.user_hooks import run_hooks_of_all
 from ..runtime.forward import Schedule
 from ..runtime.unit import Unit
 from .joining import Joining, Word

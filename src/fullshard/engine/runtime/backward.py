@@ -19,7 +19,8 @@ import torch
 
 from ..comm.streams import HostStreams
 from ..grads.gradients import Gradients
-from ..grads.reduction import Reduction, run_hooks_of_all, settle_all
+from ..grads.reduction import Reduction, settle_all
+from ..grads.user_hooks import run_hooks_of_all
 from .autograd import BackwardEnd, graph_task, in_backward, is_handed_out, refuse_compiled_backward
 from .policy import Policy
 from .residency import Reason, Residency, UnshardedUnits

@@ -131,8 +131,9 @@ class Unit:
     def set_device(self, device: torch.device) -> None:
         """Compute on ``device`` from now on."""
         self.device = device
-        self.shards = self.shards.on(device)
-        self.copies = self.copies and self.copies.on(device)
+        if self.shards.device_type != device.type:
+            self.shards = self.shards.on(device)
+            self.copies = self.copies and self.copies.on(device)
         self.streams = streams_for(device)
         #: What is decided for this unit, on this kind of device, by its options.
         self.plan = policy_for(device.type).plan(self.options)
