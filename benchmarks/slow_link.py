@@ -7,8 +7,8 @@ The hosts are network namespaces of this machine, joined by a cable whose bandwi
 building them takes root. Each has half of the ranks, over gloo, one thread per rank. A GPT of 3.6
 million parameters, batch 2x64 on each rank, fp32, fused AdamW. Columns: "step ms", the median over
 steps; "link MiB", what went through the cable in the busier direction, per step, counted by its
-interface, headers and acknowledgements included; "least MiB", what has to, if each byte crosses
-once: an all-gather carries half of the parameters in each direction, and so does a reduce-scatter.
+interface, headers and acknowledgements included. An all-gather of all parameters has to send half
+of their bytes in each direction, and so has a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ from tests.cluster.hosts import INTERFACE, two_hosts, why_not
 
 SIZE = gpt.Size(layers=4, width=256, batch=2, length=64, heads=4, vocabulary=1024)
 ROWS = ["DDP", "FSDP2", "fullshard", "fullshard SHARD_GRAD_OP", "fullshard HYBRID_SHARD"]
-COLUMNS = ["step ms", "x FSDP2", "link MiB", "least MiB"]
-#: How often a step all-gathers and reduce-scatters the parameters; DDP's all-reduce is one of each.
-CROSSINGS = {"FSDP2": 3, "fullshard": 3}
+COLUMNS = ["step ms", "x FSDP2", "link MiB"]
 BARS = {4: (at_most(0.75, "FSDP2"),), 2: (at_most(1.0, "FSDP2"),)}
 COUNTER = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
 PORT = 29611
@@ -64,14 +62,9 @@ def train(row: str, steps: int, warmup: int, output: Path) -> None:
     both = [torch.zeros(1) for _ in range(dist.get_world_size())]
     dist.all_gather(both, torch.tensor([statistics.median(sent)]))
     if dist.get_rank() == 0:
-        least = parameters * 4 / 2 / MIB * CROSSINGS.get(row, 2)
-        if row.endswith("HYBRID_SHARD") and dist.get_world_size() > 2:
-            # Only gradients are exchanged between hosts: shards of them, one for each pair.
-            least = parameters * 4 / MIB
         answer = {
             "step ms": statistics.median(times),
             "link MiB": max(map(float, both)),
-            "least MiB": least,
             "loss": float(loss),
             "parameters": parameters,
         }
