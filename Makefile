@@ -3,6 +3,7 @@
 # make test    run the tests, and report what of the package they ran (make test COVERAGE= does
 #              not measure; neither does a part: make test ARGS="tests/testing -k hang")
 # make lint    ruff, mypy, and the order of imports
+# make docs    build the documentation as a site, in site/, with all links checked
 # Each creates .venv when it is missing or older than what it is made from.
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 ARGS ?=
 
-.PHONY: train test test-long lint format clean
+.PHONY: train test test-long lint docs format clean
 
 train: $(STAMP)
 	$(BIN)/fullshard train $(ARGS)
@@ -35,12 +36,20 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Only who builds the site needs what builds it.
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[docs]'
+	touch $(VENV)/.docs
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
 
 # torch is asked for by its exact version and first: an open range, or an isolated build
 # environment, could choose another build of it that is larger by gigabytes.

@@ -41,3 +41,22 @@ def test_scripts_that_a_document_runs_exist(document: Path) -> None:
     for script in re.findall(r"((?:examples|benchmarks|tests)/[\w/]+\.py)", text):
         if script != "tests/test_step.py":  # an example of a report
             assert (ROOT / script).exists(), script
+
+
+def _words(text: str) -> str:
+    """Text without what differs between a message and the source that makes it."""
+    text = re.sub(r"\{[^{}]*\}", " ", re.sub(r'["\']\s*\n\s*f?["\']', "", text))
+    return re.sub(r"\s+", " ", text)
+
+
+def test_messages_that_troubleshooting_explains_are_raised() -> None:
+    document = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    sources = [file.read_text(encoding="utf-8") for file in (ROOT / "src").rglob("*.py")]
+    code = _words("\n".join(sources))
+
+    messages = re.findall(r'^\| "([^|]*)" \|', document, re.MULTILINE)
+
+    assert len(messages) > 30
+    for message in messages:
+        for part in filter(None, (part.strip(" .:") for part in message.split("…"))):
+            assert _words(part) in code, f"{part!r} of {message!r}"

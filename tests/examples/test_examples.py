@@ -58,3 +58,21 @@ def test_adapters_learn_and_cost_gradients_and_optimizer_state_of_their_own_size
     assert float(rows["gradients"]) <= 2 * share + 0.01
     assert float(rows["optimizer state"]) <= 2 * share + 0.01
     assert float(rows["parameter shards"]) < 1.1
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/index.md"])
+def test_the_first_example_of_a_document_runs_as_it_says(document: str, tmp_path: Path) -> None:
+    text = (EXAMPLES.parent / document).read_text(encoding="utf-8")
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert code is not None
+    assert "fullshard run --ranks 2 first.py" in text
+    (tmp_path / "first.py").write_text(code[1])
+
+    launcher = [sys.executable, "-m", "fullshard.cli.launcher.run", "--ranks", "2", "first.py"]
+    finished = subprocess.run(launcher, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    for rank in range(2):
+        printed = re.findall(rf"rank {rank}: step (\d), loss ([\d.]+)", finished.stdout)
+        assert [step for step, _ in printed] == ["0", "1", "2"]
+        assert float(printed[-1][1]) < float(printed[0][1])

@@ -95,8 +95,8 @@ def decide(
 
     >>> from fullshard.wrap import ModuleWrapPolicy
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    >>> [decision.path for decision in decide(model, ModuleWrapPolicy({nn.Linear})).decisions]
-    ['0', '2']
+    >>> print(*(unit.path for unit in decide(model, ModuleWrapPolicy({nn.Linear})).decisions))
+    0 2
     """
     _check_not_wrapped(root)
     arguments = {k: v for k, v in (root_arguments or {}).items() if k not in _NOT_INHERITED}
