@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,3 +62,23 @@ def test_messages_that_troubleshooting_explains_are_raised() -> None:
     for message in messages:
         for part in filter(None, (part.strip(" .:") for part in message.split("…"))):
             assert _words(part) in code, f"{part!r} of {message!r}"
+
+
+def _python_blocks(document: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@each_document
+def test_python_in_a_document_imports_what_it_uses_and_says_what_is_the_readers(
+    document: Path,
+) -> None:
+    for block in _python_blocks(document):
+        checked = subprocess.run(
+            [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "-"],
+            input=block,
+            capture_output=True,
+            text=True,
+        )
+        unknown = set(re.findall(r"Undefined name `(\w+)`", checked.stdout))
+        said = " ".join(re.findall(r"# Yours: (.*)", block))
+        assert not {name for name in unknown if not re.search(rf"\b{name}\b", said)}, block
