@@ -28,9 +28,11 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStoreInfo,
     RendezvousTimeoutError,
     c10d_rendezvous_backend,
     rendezvous_handler_registry,
+    static_tcp_rendezvous,
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
@@ -301,6 +303,66 @@ class PatientRendezvous(RendezvousHandler):
             del question, answer
 
 
+class _StoreOfEachAttempt(RendezvousHandler):
+    """torch's static rendezvous, whose ranks get a store of their own in every attempt.
+
+    torch gives them the launchers' store each time, in which restarted ranks would find the
+    addresses of ranks that have died.
+    """
+
+    def __init__(self, inner: RendezvousHandler) -> None:
+        self._inner = inner
+        self._attempts = 0
+        #: The server of the running attempt's store, on the first host.
+        self._server: Any = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other launchers; the first one serves a store for the ranks."""
+        met = self._inner.next_rendezvous()
+        attempt, self._attempts = self._attempts, self._attempts + 1
+        first = met.bootstrap_store_info
+        if attempt == 0 or first is None:
+            return met
+        key = f"fullshard/port of attempt {attempt}"
+        if met.rank == 0:
+            # By torch's name for it, which :mod:`.listening` replaces.
+            self._server = static_tcp_rendezvous.TCPStore(
+                first.master_addr, 0, is_master=True, wait_for_workers=False
+            )
+            met.store.set(key, str(self._server.port))
+        own = RendezvousStoreInfo(first.master_addr, int(met.store.get(key)))
+        return RendezvousInfo(met.store, met.rank, met.world_size, own)
+
+    def get_backend(self) -> str:
+        """The name of torch's rendezvous."""
+        return self._inner.get_backend()
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks meet at a store of the launchers'."""
+        return True
+
+    def is_closed(self) -> bool:
+        """Whether no attempt may follow."""
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        """Let no attempt follow."""
+        self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        """The hosts that want to take part."""
+        return self._inner.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        """The run's name."""
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        """Leave."""
+        return self._inner.shutdown()
+
+
 def _seconds(given: str | None) -> float:
     """The value of ``host_timeout``, checked."""
     if given is None:
@@ -317,7 +379,10 @@ def _seconds(given: str | None) -> float:
 def _creator(backend: str) -> Callable[[RendezvousParameters], RendezvousHandler]:
     def create(parameters: RendezvousParameters) -> RendezvousHandler:
         parameters.backend = backend
-        return PatientRendezvous(rendezvous_handler_registry.create_handler(parameters), parameters)
+        handler = rendezvous_handler_registry.create_handler(parameters)
+        if backend == "static":
+            handler = _StoreOfEachAttempt(handler)
+        return PatientRendezvous(handler, parameters)
 
     return create
 
