@@ -52,6 +52,8 @@ class Schedule:
             self.units, self._passed, self._unsharded, self._streams, self._policy
         )
         self._joining: Joining | None = None
+        #: What the next pass all-gathers after, in place of all that was computed before it.
+        self._stepped: Any = None
         #: How many forwards are running, one inside the other.
         self.depth = 0
         #: How many units each one but the first prefetches.
@@ -120,6 +122,10 @@ class Schedule:
         self._streams.gather_after_compute()
         self._unsharded.prefetch(unit, full_precision=False)
         residency.request(unit.versions())
+
+    def gather_after(self, event: Any) -> None:
+        """Let the next pass all-gather after ``event``, not after all that was computed before."""
+        self._stepped = event
 
     def finish_unshard(self, unit: Unit) -> None:
         """Show what :meth:`unshard` gathers, between passes."""
@@ -356,7 +362,11 @@ class Schedule:
             unit.shards.refuse("pass of another model", unit.name)
         unit.begin_pass()
         self._unsharded.begin_pass()
-        self._streams.gather_after_compute()
+        event, self._stepped = self._stepped, None
+        if event is None:
+            self._streams.gather_after_compute()
+        else:
+            self._streams.gather_after(event)
         self._previous_order, self._order = self._order, []
         is_long = len(self._passed) > _PASSES_KEPT * len(self.units)
         if self._backward.has_run_since_pass() or is_long:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from ..comm.collectives import Group
+from ..comm.custom import gather_by
 from ..comm.pending_work import kept_alive
 from ..comm.streams import streams_for
 from ..grads.gradients import Gradients
@@ -83,6 +84,10 @@ class Unit:
         self.syncs_gradients = True
         #: Whether full parameters stay after a backward, for the next forward.
         self.stays_after_backward = False
+        #: Whether backward computes with the full parameters (an embedding's does not).
+        self.unshards_in_backward = True
+        #: What the user brings to all-gather with.
+        self._gather_comm: Any = None
         self.reduction = Reduction(self)
         #: The units that the user asked to be prefetched when a backward reaches this one.
         self.prefetch_in_backward: Sequence[Unit] | None = None
@@ -160,6 +165,14 @@ class Unit:
     def stay_after_backward(self, enabled: bool) -> None:
         """Keep full parameters after a backward; the next forward uses them if none changed."""
         self.stays_after_backward = enabled
+
+    def unshard_in_backward(self, enabled: bool) -> None:
+        """Have full parameters in backward, or leave the unit sharded: its user knows better."""
+        self.unshards_in_backward = enabled
+
+    def gather_with(self, comm: Any) -> None:
+        """All-gather by ``comm``, which the user brings, or by the engine's own collective."""
+        self._gather_comm = comm
 
     def prefetch_when_reached(self, units: Sequence[Unit]) -> None:
         """Have ``units`` prefetched, in place of the next one, when a backward reaches this one."""
@@ -264,7 +277,13 @@ class Unit:
                     self._copies_out |= buffer.is_copied_out
             elif not buffer.is_standing:
                 self._copies_shards = True
-        if outputs:
+        if not outputs:
+            return
+        if self._gather_comm is not None:
+            self._all_gathers = gather_by(
+                self._gather_comm, self.shards, outputs, inputs, self.name
+            )
+        else:
             self._all_gathers = self.shards.gather(outputs, inputs, self.name)
 
     def fill_again(self) -> None:
