@@ -326,23 +326,6 @@ def test_what_torch_refuses_is_refused_with_its_error() -> None:
 
 
 @ranks(2)
-def test_what_is_not_built_says_so() -> None:
-    model: Any = fullshard.fully_shard(nn.Linear(4, 4))
-    for call in (
-        lambda: model.set_custom_all_gather(None),
-        lambda: model.set_custom_reduce_scatter(None),
-        lambda: model.set_symm_mem_for_comm(),
-        lambda: model.set_separate_reduce_scatter_group(),
-        lambda: model.set_allocate_memory_from_process_group_for_comm(True),
-        lambda: fullshard.fully_shard(
-            nn.Linear(4, 4), dp_mesh_dims=fullshard.DataParallelMeshDims(shard="dp")
-        ),
-    ):
-        with pytest.raises(NotImplementedError, match="yet"):
-            call()
-
-
-@ranks(2)
 def test_every_method_of_torchs_class_is_there() -> None:
     names = {name for name in dir(THEIRS.FSDPModule) if not name.startswith("__")}
 

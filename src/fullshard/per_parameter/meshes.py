@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from ..engine.comm.process_groups import ProcessGroups
+from ..engine.comm.process_groups import ProcessGroups, is_alive
 from ..engine.params.row_handle import RowSharding
 from ..engine.params.tensor_parallel import Distribution
 
@@ -96,26 +96,34 @@ def _root_of(mesh: Any) -> Any:
 
 
 #: The mesh over all ranks, and their process group: modules of one model share it.
-_over_all: list[tuple[Any, DeviceMesh]] = []
+_over_all: dict[str | None, tuple[Any, Any, DeviceMesh]] = {}
 
 
-def _mesh_over(world: Any) -> DeviceMesh:
-    if not _over_all or _over_all[0][0] is not world:
+def _mesh_over_all(name: str | None) -> DeviceMesh:
+    """A mesh over all ranks, with this name of its dimension.
+
+    It may have a process group of its own: over gloo, torch makes one for GPUs.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            "Default process group has not been initialized, please call "
+            "torch.distributed.init_process_group() first, or pass mesh="
+        )
+    world: Any = dist.group.WORLD
+    known = _over_all.get(name)
+    if known is None or known[0] is not world or not is_alive(known[1]):
         accelerator = torch.accelerator.current_accelerator()
         kind = "cpu" if accelerator is None else accelerator.type
-        _over_all[:] = [(world, init_device_mesh(kind, (world.size(),)))]
-    return _over_all[0][1]
+        names = None if name is None else (name,)
+        mesh = init_device_mesh(kind, (world.size(),), mesh_dim_names=names)
+        known = _over_all[name] = (world, mesh.get_group(), mesh)
+    return known[2]
 
 
 def resolve_mesh(mesh: Any) -> DataParallelMesh:
     """The mesh that was given, or one over all ranks, checked."""
     if mesh is None:
-        if not dist.is_initialized():
-            raise ValueError(
-                "Default process group has not been initialized, please call "
-                "torch.distributed.init_process_group() first, or pass mesh="
-            )
-        mesh = _mesh_over(dist.group.WORLD)
+        mesh = _mesh_over_all(None)
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"mesh expects a DeviceMesh, but got {mesh!r} of type {type(mesh)}")
     if mesh.ndim not in (1, 2):

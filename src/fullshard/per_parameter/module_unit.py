@@ -19,6 +19,7 @@ from ..engine.runtime.forward import Schedule
 from ..engine.runtime.precision import cast_floating, move
 from ..engine.runtime.unit import Unit
 from ..engine.runtime.untraced import untraced, untraced_itself
+from .communication import Communication
 
 if TYPE_CHECKING:
     from .policies import MixedPrecisionPolicy
@@ -43,6 +44,7 @@ class ModuleUnit:
         self._reshards_after_forward = reshard_after_forward
         self.schedule: Schedule | None = None
         self.is_root: bool | None = None
+        self.communication = Communication(unit)
         self._gather_after: Any = None
         #: What the user had prefetched when this unit's forward, or backward, begins.
         self.forward_prefetch: list[ModuleUnit] = []
@@ -55,8 +57,9 @@ class ModuleUnit:
         """Call ``function`` with full parameters in place."""
         schedule = self.schedule or self.start()
         unit, depth = self.unit, schedule.depth
-        if self._gather_after is not None:
-            self._await_event()
+        if self._gather_after is not None and depth == 0:
+            event, self._gather_after = self._gather_after, None
+            schedule.gather_after(event)
         try:
             if self._adapts_inputs:
                 args, kwargs = self._adapt_inputs(args, kwargs)
@@ -72,14 +75,8 @@ class ModuleUnit:
         return output
 
     def gather_after(self, event: Any) -> None:
-        """Let the next forward begin after ``event``."""
+        """Let the next pass all-gather after ``event``, not after all that was computed before."""
         self._gather_after = event
-
-    @untraced
-    def _await_event(self) -> None:
-        event, self._gather_after = self._gather_after, None
-        if self.unit.device.type != "cpu":
-            event.wait()
 
     @property
     def _adapts_inputs(self) -> bool:

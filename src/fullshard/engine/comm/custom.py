@@ -1,7 +1,8 @@
 """Collectives, and memory for them, that others bring: the user, or a process group's backend.
 
-``fully_shard`` takes objects with the interface of torch's ``AllGather`` and ``ReduceScatter``: they
-are called in place of the group's own collective, and asked for the memory that it reads or fills.
+``fully_shard`` takes objects with the interface of torch's ``AllGather`` and ``ReduceScatter``.
+They are called in place of the group's own collective, and asked for the memory that it reads or
+fills.
 """
 
 from __future__ import annotations
@@ -24,9 +25,7 @@ class Memory(Protocol):
     ) -> torch.Tensor: ...
 
 
-def allocate(
-    memory: Memory, numel: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def allocate(memory: Memory, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A flat tensor from ``memory``; refuses (ValueError) another one than was asked for."""
     found = memory.allocate((numel,), dtype=dtype, device=device)
     fits = found.numel() == numel and found.dtype == dtype and found.device.type == device.type

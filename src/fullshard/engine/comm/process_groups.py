@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -141,6 +142,24 @@ def _by_node(world: Any, node: int) -> ProcessGroups:
             group = dist.new_group(list(range(local, size, node)))
             copies = group if rank % node == local else copies
         known = _node_groups[world, node] = ProcessGroups(shards, copies)
+    return known
+
+
+_made: dict[tuple[Any, str, tuple[int, ...]], Any] = {}
+
+
+def group_of(group: Any, ranks: Sequence[int], purpose: str) -> Any:
+    """A process group of these ranks of ``group``, by number in the whole job, made once.
+
+    Only they take part in making it, so all of them have to ask. ``purpose`` keeps groups apart
+    that have the same ranks and run at the same time.
+    """
+    key = (dist.group.WORLD, purpose, tuple(ranks))
+    known = _made.get(key)
+    if known is None or not is_alive(known):
+        known = _made[key] = dist.new_group(
+            list(ranks), backend=dist.get_backend_config(group), use_local_synchronization=True
+        )
     return known
 
 

@@ -120,16 +120,12 @@ class Average(NamedTuple):
         can_average = [custom or shards.averages or shards.size == 1]
         if copies is not None:
             can_average.append(copies.averages or copies.size == 1)
-        in_collective = (
-            not sums_only and before == 1.0 and divisor == ranks and all(can_average)
-        )
+        in_collective = not sums_only and before == 1.0 and divisor == ranks and all(can_average)
         after = 1.0 if in_collective else divisor / before
         return cls(shards, copies, before, after, in_collective)
 
 
-def stage(
-    handle: FlatParamHandle, gradients: Gradients, fills_unused: bool = False
-) -> ReduceInput:
+def stage(handle: FlatParamHandle, gradients: Gradients, fills_unused: bool = False) -> ReduceInput:
     """Copy the gradients into a reduce buffer, casting on the way.
 
     ``fills_unused``: parameters without a gradient get one of zeros, on every rank.
@@ -209,9 +205,7 @@ class Reducing(NamedTuple):
         return self.sum
 
 
-def start_reduce(
-    staged: ReduceInput, average: Average, unit: str, comm: Any = None
-) -> Reducing:
+def start_reduce(staged: ReduceInput, average: Average, unit: str, comm: Any = None) -> Reducing:
     """Begin to reduce staged gradients, by ``comm`` where the user brings one."""
     handle, flat, mean = staged.handle, staged.flat, average.in_collective
     if average.before != 1.0:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..comm.custom import Memory, allocate
 from .buffers import FullBuffer, ReduceBuffer
 from .layout import Layout
 from .row_layout import RowLayout
@@ -31,22 +32,46 @@ class RowFullBuffer(FullBuffer):
     def _make_views(self, layout: Layout) -> None:
         assert isinstance(layout, RowLayout)
         super()._make_views(layout)
+        self._layout = layout
         gathered = torch.empty_like(self.flat)
         self._gathered = gathered.untyped_storage()
-        self.gather_output = gathered
-        self.own = gathered[layout.shard_numel * self._rank :][: layout.shard_numel]
-        self._sources = _by_rank(gathered, layout)
+        self._gather_into(gathered)
         self._places = _by_parameter(self.alias, layout)
         self._sizes = _sizes(layout)
         self._whole_places = _padded_by_parameter(self.alias, layout) if self._sizes else []
-        self._rows = gathered.view(layout.world_size, layout.shard_numel)
         self._gathered.resize_(0)
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, memory: Memory | None = None) -> None:
         super().__init__(*args)
+        self._memory = memory
         self._allocate_full, self._release_full = self.allocate, self.release
-        self.allocate = functools.partial(self._gathered.resize_, self._nbytes)
         self.release = self._release_all
+        if memory is None:
+            self.allocate = functools.partial(self._gathered.resize_, self._nbytes)
+            self._release_gathered = functools.partial(self._gathered.resize_, 0)
+        else:
+            self.allocate, self._release_gathered = self._borrow, self._hand_back
+
+    def _gather_into(self, gathered: torch.Tensor) -> None:
+        layout = self._layout
+        self.gather_output = gathered
+        self.own = gathered[layout.shard_numel * self._rank :][: layout.shard_numel]
+        self._sources = _by_rank(gathered, layout)
+        self._rows = gathered.view(layout.world_size, layout.shard_numel)
+
+    def _borrow(self) -> None:
+        """Have an all-gather fill memory that the user gives."""
+        assert self._memory is not None
+        flat = self.flat
+        self._gather_into(allocate(self._memory, flat.numel(), flat.dtype, flat.device))
+        if self.filled_from is not None:
+            self.gather_input = self.own
+
+    def _hand_back(self) -> None:
+        self.gather_output = self.own = self._rows = self.flat
+        self._sources = []
+        if self.filled_from is not None:
+            self.gather_input = self.own
 
     def copy_out(self) -> None:
         """Bring what was gathered to where full parameters are, and give its memory back."""
@@ -56,15 +81,36 @@ class RowFullBuffer(FullBuffer):
             torch.split_with_sizes_copy(self._rows, self._sizes, dim=1, out=self._whole_places)
         else:
             torch._foreach_copy_(self._places, self._sources)
-        self._gathered.resize_(0)
+        self._release_gathered()
 
     def _release_all(self) -> None:
-        self._gathered.resize_(0)
+        self._release_gathered()
         self._release_full()
 
 
 class RowReduceBuffer(ReduceBuffer):
     """Full gradients in the order of ranks; ``places`` have all ranks' room for a parameter."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: Memory | None = None,
+    ) -> None:
+        super().__init__(layout, dtype, device)
+        if memory is not None:
+            self._kind = (memory, layout.padded_numel, dtype, device)
+            self.allocate, self.release = self._borrow, self._hand_back
+
+    def _borrow(self) -> None:
+        """Have gradients copied into memory that the user gives."""
+        self.flat = self.alias = allocate(*self._kind)
+        self._make_views(self._layout)
+
+    def _hand_back(self) -> None:
+        self.flat = self.alias = self._rows = self.flat.new_empty(0)
+        self.places, self._cuts = [], []
 
     def _make_views(self, layout: Layout) -> None:
         assert isinstance(layout, RowLayout)

@@ -9,6 +9,7 @@ ones.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from ...api import ShardingStrategy
+from ..comm.custom import Memory
 from ..comm.streams import streams_for
 from .buffers import FullBuffer, ShardBackedBuffer
 from .flat_parameter import HandleReference
@@ -102,6 +104,9 @@ class RowHandle(FlatParamHandle):
         self.full_buffers = {}
         self.reduce_buffers = {}
         self._presence = None
+        #: What gives the memory that all-gathers fill, and that reduces read, if the user does.
+        self._gather_memory: Memory | None = None
+        self._reduce_memory: Memory | None = None
         self.places = [places[p] for p in params]
         self.shardings = list(shardings)
         self.distributions = distributions_of(params, distributions or {})
@@ -296,7 +301,9 @@ class RowHandle(FlatParamHandle):
         """The full buffer of ``dtype``, made at its first use."""
         buffer = self.full_buffers.get(dtype)
         if buffer is None:
-            kind: Any = RowFullBuffer if self.layout.world_size > 1 else FullBuffer
+            kind: Any = FullBuffer
+            if self.layout.world_size > 1:
+                kind = functools.partial(RowFullBuffer, memory=self._gather_memory)
             if self.layout.world_size == 1 and self._stands(dtype):
                 buffer = ShardBackedBuffer(self.layout, self.shard_tensor, self.distributions)
             else:
@@ -309,10 +316,18 @@ class RowHandle(FlatParamHandle):
         """The buffer that gradients are reduced from in ``dtype``, made at its first use."""
         buffer = self.reduce_buffers.get(dtype)
         if buffer is None:
-            buffer = RowReduceBuffer(self.layout, dtype, self.device)
+            buffer = RowReduceBuffer(self.layout, dtype, self.device, self._reduce_memory)
             self.reduce_buffers[dtype] = buffer
         assert isinstance(buffer, RowReduceBuffer)
         return buffer
+
+    def take_memory_from(self, gathers: Memory | None, reduces: Memory | None) -> None:
+        """Have all-gathers and reduces use memory that others give; None is the allocator's own.
+
+        While the unit is sharded.
+        """
+        self._gather_memory, self._reduce_memory = gathers, reduces
+        self.forget_buffers()
 
     def cut(self, flat: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """A shard cut along the parameters: pairs of parameter index and this rank's rows."""
