@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ..engine.comm.collectives import group_for
 from ..engine.comm.custom import BackendMemory, Memory, SymmetricMemory
-from ..engine.comm.process_groups import group_of
+from ..engine.comm.process_groups import group_among
 from ..engine.params.row_handle import RowHandle
 from ..engine.runtime.unit import Unit
 
@@ -22,8 +22,9 @@ class Communication:
     Its methods are for between steps, while the unit is sharded.
     """
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, ranks_by_shards: list[list[int]]) -> None:
         self._unit = unit
+        self._ranks_by_shards = ranks_by_shards
         self._gather: Any = None
         self._reduce: Any = None
         #: Make what gives memory for gathers and reduces, one for each group of parameters.
@@ -74,10 +75,9 @@ class Communication:
     def reduce_in_own_group(self, enabled: bool) -> None:
         """Reduce over a process group of its own, beside all-gathers; all ranks call it."""
         own = None
-        shards = self._unit.shards
-        if enabled and shards.size > 1:
-            ranks = dist.get_process_group_ranks(shards.group)
-            own = group_for(group_of(shards.group, ranks, "reduce"))
+        if enabled and self._unit.shards.size > 1:
+            like = self._unit.shards.group
+            own = group_for(group_among(self._ranks_by_shards, like, "reduces"))
         self._unit.reduction.set_group(own)
 
     def _check_own(self, call: str) -> None:

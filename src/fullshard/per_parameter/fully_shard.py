@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..engine.params.handle import FlatParamHandle
 from ..engine.params.locations import find_locations, own_modules
 from ..engine.params.row_handle import RowHandle
 from ..engine.params.tensor_parallel import Distribution, localize
+from ..engine.runtime.parts import FewRanks
 from ..engine.runtime.policy import UnitOptions
 from ..engine.runtime.unit import Unit
 from ..wrap import is_unit
@@ -65,7 +67,7 @@ def fully_shard(
         )
     modules = _check(module)
     data_parallel = resolve_mesh(mesh)
-    reshards = _resharding(reshard_after_forward, data_parallel)
+    reshards, few = _resharding(reshard_after_forward, data_parallel)
     root: Any = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     everything = [m for m in root.modules() if len(modules) == 1 or m is not root]
     check_modules(root, everything)
@@ -99,7 +101,7 @@ def fully_shard(
         device,
         options,
     )
-    of = ModuleUnit(unit, modules, mp_policy, reshards, data_parallel.is_hybrid)
+    of = ModuleUnit(unit, modules, mp_policy, reshards, data_parallel, few)
     for each in modules:
         add_class(each, of)
     of.show_sharded_in_state_dicts()
@@ -144,9 +146,10 @@ def _is_in_place(module: nn.Module) -> bool:
 
 def _resharding(
     reshard_after_forward: bool | int | None, data_parallel: DataParallelMesh
-) -> bool | None:
+) -> tuple[bool | None, FewRanks | None]:
+    """Whether to reshard after forward, if that is decided, and the few ranks to reshard to."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward
+        return reshard_after_forward, None
     size = data_parallel.shard_size
     if not isinstance(reshard_after_forward, int):
         raise ValueError(
@@ -158,12 +161,16 @@ def _resharding(
             "If passing reshard_after_forward as an int, it should be a factor of "
             f"{size}, not {reshard_after_forward}"
         )
+    if reshard_after_forward == 1:
+        warnings.warn(
+            "reshard_after_forward=1 (int) means that each rank keeps parameters after forward, "
+            "as reshard_after_forward=False does; pass True to free them",
+            UserWarning,
+            stacklevel=4,
+        )
     if reshard_after_forward in (1, size):
-        return reshard_after_forward == size
-    raise NotImplementedError(
-        f"reshard_after_forward={reshard_after_forward}, a part of the {size} ranks, is not built "
-        "yet: pass True to free full parameters after forward, or False to keep them"
-    )
+        return reshard_after_forward == size, None
+    return True, data_parallel.few_ranks(reshard_after_forward)
 
 
 def _move_states(

@@ -11,9 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from ..engine.comm.process_groups import ProcessGroups, is_alive
+from ..engine.comm.collectives import group_for
+from ..engine.comm.process_groups import ProcessGroups, group_among, is_alive
 from ..engine.params.row_handle import RowSharding
 from ..engine.params.tensor_parallel import Distribution
+from ..engine.runtime.parts import FewRanks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +38,33 @@ class DataParallelMesh:
             return ProcessGroups(self.mesh.get_group(1), self.mesh.get_group(0))
         return ProcessGroups(self.mesh.get_group(), None)
 
+    def ranks_by_shards(self) -> list[list[int]]:
+        """The ranks of each group that shares one copy of the parameters."""
+        found: list[list[int]] = self.mesh.mesh.reshape(-1, self.shard_size).tolist()
+        return found
+
     def device(self) -> torch.device:
         """The device of this rank: for all but the CPU, the current one of its type."""
         kind = self.mesh.device_type
         if kind == "cpu":
             return torch.device("cpu")
         return torch.device(kind, torch.get_device_module(kind).current_device())
+
+    def few_ranks(self, size: int) -> FewRanks:
+        """Those of ``size`` neighbours that this rank is one of, in the dimension of shards."""
+        shards = self.groups.shards
+        cut = [torch.tensor(ranks).view(-1, size) for ranks in self.ranks_by_shards()]
+        copies = [ranks for rows in cut for ranks in rows.T.tolist()]
+        few = [ranks for rows in cut for ranks in rows.tolist()]
+        groups = [
+            group_among(copies, shards, "copies of parts"),
+            group_among(few, shards, "parts"),
+        ]
+        by_few = next(rows for rows in cut if dist.get_rank() in rows)
+        mesh = DeviceMesh.from_group(
+            groups, self.mesh.device_type, mesh=by_few, mesh_dim_names=("copies", "few")
+        )
+        return FewRanks(group_for(groups[1]), mesh)
 
     def sharding(
         self, parameter: nn.Parameter, dim: int, distribution: Distribution | None

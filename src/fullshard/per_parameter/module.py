@@ -63,7 +63,7 @@ class FSDPModule:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As for any module; also of parameters in whose place full ones stand after forward."""
         for other in _units(self, recurse=True):
-            if other.unit.shows_full:
+            if other.unit.shows_full or other.unit.parts is not None:
                 hidden = [p for handle in other.unit.handles for p in handle.optimizer_params]
                 nn.ParameterList(hidden).zero_grad(set_to_none)
         visible = [p for p in self.parameters() if p.is_leaf]  # type: ignore[attr-defined]

@@ -148,19 +148,26 @@ def _by_node(world: Any, node: int) -> ProcessGroups:
 _made: dict[tuple[Any, str, tuple[int, ...]], Any] = {}
 
 
-def group_of(group: Any, ranks: Sequence[int], purpose: str) -> Any:
-    """A process group of these ranks of ``group``, by number in the whole job, made once.
+def group_among(parts: Sequence[Sequence[int]], like: Any, purpose: str) -> Any:
+    """This rank's process group, one for each of ``parts``, with the backend of ``like``.
 
-    Only they take part in making it, so all of them have to ask. ``purpose`` keeps groups apart
-    that have the same ranks and run at the same time.
+    To be called by the ranks of all parts; asked for again, it is the one that was made first.
+    ``purpose`` keeps groups apart that have the same ranks and communicate at the same time.
     """
-    key = (dist.group.WORLD, purpose, tuple(ranks))
+    own = next(ranks for ranks in parts if dist.get_rank() in ranks)
+    key = (dist.group.WORLD, purpose, tuple(own))
     known = _made.get(key)
     if known is None or not is_alive(known):
-        known = _made[key] = dist.new_group(
-            list(ranks), backend=dist.get_backend_config(group), use_local_synchronization=True
-        )
+        known = _made[key] = _make_among(parts, own, dist.get_backend_config(like))
     return known
+
+
+def _make_among(parts: Sequence[Sequence[int]], own: Sequence[int], backend: str) -> Any:
+    if sum(map(len, parts)) < dist.get_world_size():
+        # The other ranks may do something else now.
+        return dist.new_group(list(own), backend=backend, use_local_synchronization=True)
+    groups = [dist.new_group(list(ranks), backend=backend) for ranks in parts]
+    return next(group for group, ranks in zip(groups, parts, strict=True) if ranks is own)
 
 
 def is_alive(group: Any) -> bool:

@@ -78,8 +78,12 @@ class HostStreams:
     def gather_after_compute(self) -> None:
         """Order the gather stream behind everything compute has been given (an optimizer step)."""
 
+    def note_compute(self) -> Any:
+        """An event behind everything that compute has been given."""
+        return None
+
     def gather_after(self, event: Any) -> None:
-        """Order the gather stream behind an event of the user's, and not behind compute."""
+        """Order the gather stream behind an event, and not behind all of compute."""
 
     def aside(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         """Work inside the context goes to a stream of the user's, in order with the current one."""
@@ -179,6 +183,9 @@ class AcceleratorStreams(HostStreams):
 
     def gather_after_compute(self) -> None:
         self._order(self._gather, self._compute())
+
+    def note_compute(self) -> Any:
+        return self._compute().record_event()
 
     def gather_after(self, event: Any) -> None:
         self._gather.wait_event(event)

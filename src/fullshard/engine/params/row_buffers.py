@@ -36,7 +36,8 @@ class RowFullBuffer(FullBuffer):
         gathered = torch.empty_like(self.flat)
         self._gathered = gathered.untyped_storage()
         self._gather_into(gathered)
-        self._places = _by_parameter(self.alias, layout)
+        self.slots = layout.slots
+        self._places = by_parameter(self.alias, layout, [slot.offset for slot in self.slots])
         self._sizes = _sizes(layout)
         self._whole_places = _padded_by_parameter(self.alias, layout) if self._sizes else []
         self._gathered.resize_(0)
@@ -44,7 +45,8 @@ class RowFullBuffer(FullBuffer):
     def __init__(self, *args: Any, memory: Memory | None = None) -> None:
         super().__init__(*args)
         self._memory = memory
-        self._allocate_full, self._release_full = self.allocate, self.release
+        #: Give the full parameters memory.
+        self.allocate_whole, self._release_full = self.allocate, self.release
         self.release = self._release_all
         if memory is None:
             self.allocate = functools.partial(self._gathered.resize_, self._nbytes)
@@ -56,7 +58,7 @@ class RowFullBuffer(FullBuffer):
         layout = self._layout
         self.gather_output = gathered
         self.own = gathered[layout.shard_numel * self._rank :][: layout.shard_numel]
-        self._sources = _by_rank(gathered, layout)
+        self._sources = by_rank(gathered, layout)
         self._rows = gathered.view(layout.world_size, layout.shard_numel)
 
     def _borrow(self) -> None:
@@ -75,7 +77,7 @@ class RowFullBuffer(FullBuffer):
 
     def copy_out(self) -> None:
         """Bring what was gathered to where full parameters are, and give its memory back."""
-        self._allocate_full()
+        self.allocate_whole()
         if self._sizes and self.flat.device.type != "cpu":
             # One kernel; on a host it takes many times as long as the copies below.
             torch.split_with_sizes_copy(self._rows, self._sizes, dim=1, out=self._whole_places)
@@ -211,7 +213,7 @@ def _unflatten_columns(columns: torch.Tensor, shape: Sequence[int]) -> torch.Ten
     return columns.as_strided(tuple(shape), (columns.stride(0), *inner), columns.storage_offset())
 
 
-def _by_rank(gathered: torch.Tensor, layout: RowLayout) -> list[torch.Tensor]:
+def by_rank(gathered: torch.Tensor, layout: RowLayout) -> list[torch.Tensor]:
     """Each parameter in what was all-gathered: ranks first, then the rank's chunk."""
     rows = gathered.view(layout.world_size, layout.shard_numel)
     views: list[torch.Tensor] = []
@@ -225,9 +227,15 @@ def _by_rank(gathered: torch.Tensor, layout: RowLayout) -> list[torch.Tensor]:
     return views
 
 
-def _by_parameter(flat: torch.Tensor, layout: RowLayout) -> list[torch.Tensor]:
-    """The same elements as :func:`_by_rank` has, in the full buffer."""
-    views = _padded_by_parameter(flat, layout, gaps=False)
+def by_parameter(
+    flat: torch.Tensor, layout: RowLayout, offsets: Sequence[int]
+) -> list[torch.Tensor]:
+    """The same elements as :func:`by_rank` has, with each parameter where ``offsets`` say."""
+    ranks = layout.world_size
+    views = [
+        flat[offset : offset + ranks * chunk.numel].view(ranks, chunk.numel)
+        for chunk, offset in zip(layout.chunks, offsets, strict=True)
+    ]
     for index, (chunk, slot) in enumerate(zip(layout.chunks, layout.slots, strict=True)):
         if chunk.dim != 0:
             shape = slot.shape
@@ -236,14 +244,12 @@ def _by_parameter(flat: torch.Tensor, layout: RowLayout) -> list[torch.Tensor]:
     return views
 
 
-def _padded_by_parameter(
-    flat: torch.Tensor, layout: RowLayout, gaps: bool = True
-) -> list[torch.Tensor]:
+def _padded_by_parameter(flat: torch.Tensor, layout: RowLayout) -> list[torch.Tensor]:
     """The full buffer cut at each parameter, and at each gap, with the ranks' rows apart."""
     views: list[torch.Tensor] = []
     ranks, position = layout.world_size, 0
     for chunk in layout.chunks:
-        if gaps and chunk.offset > position:
+        if chunk.offset > position:
             views.append(flat[ranks * position : ranks * chunk.offset].view(ranks, -1))
         position = chunk.offset + chunk.numel
         room = flat[ranks * chunk.offset : ranks * position]

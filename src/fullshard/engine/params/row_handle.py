@@ -29,6 +29,7 @@ from .locations import ParameterLocation, containers_of
 from .replacements import parameter_at
 from .row_buffers import RowFullBuffer, RowReduceBuffer
 from .row_layout import RowLayout
+from .row_parts import RowPart, part_of
 from .tensor_parallel import Distribution, distributions_of, is_distributed
 
 _LOCAL = operator.attrgetter("_local_tensor")
@@ -52,6 +53,13 @@ class RowSharding:
     dim: int
     shape: torch.Size
     stride: tuple[int, ...]
+
+    def among(self, mesh: Any) -> RowSharding:
+        """The same on a mesh of which the last dimension shares the parameter by rows."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        placements = (*[Replicate()] * (mesh.ndim - 1), Shard(self.dim))
+        return dataclasses.replace(self, mesh=mesh, placements=placements)
 
     def assemble(self, local: torch.Tensor) -> Any:
         """The DTensor of which ``local`` is this rank's part; shares its memory."""
@@ -328,6 +336,27 @@ class RowHandle(FlatParamHandle):
         """
         self._gather_memory, self._reduce_memory = gathers, reduces
         self.forget_buffers()
+
+    def part(self, full: RowFullBuffer, size: int, rank: int) -> RowPart:
+        """What the ``rank``-th of ``size`` ranks keeps of the full parameters."""
+        dims = [sharding.dim for sharding in self.shardings]
+        return part_of(full, self.layout, dims, size, rank)
+
+    def shown_part(self, part: RowPart, mesh: Any) -> list[nn.Parameter]:
+        """What users see while ``part`` is kept: DTensors on the mesh of the ranks that share it.
+
+        Tensor-parallel parameters, which have a mesh already, stay as they are between steps.
+        """
+        shown: list[nn.Parameter] = []
+        for index, (rows, parameter) in enumerate(zip(part.rows, self.params, strict=True)):
+            if self.distributions and self.distributions[index] is not None:
+                shown.append(parameter)
+                continue
+            sharding = self.shardings[index].among(mesh)
+            shown.append(
+                nn.Parameter(sharding.assemble(rows), requires_grad=parameter.requires_grad)
+            )
+        return shown
 
     def cut(self, flat: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """A shard cut along the parameters: pairs of parameter index and this rank's rows."""

@@ -82,6 +82,7 @@ class Schedule:
             self._backward.break_off()
         for other in [unit] if unit is not None else self._unsharded.all():
             self._unsharded.keep_changes_and_reshard(other)
+        self._unsharded.drop_parts()
         self._streams.settle()
         # The next operation may all-gather, and has to wait for an optimizer step that may still
         # run on the compute stream.
@@ -143,6 +144,7 @@ class Schedule:
                 f"Unit {unit.name!r} computes with its full parameters now, or summon_full_params "
                 "shows them: reshard() it afterwards"
             )
+        unit.drop_parts()
         if unit in self._unsharded:
             self._unsharded.keep_changes_and_reshard(unit)
             if self.is_idle:
@@ -202,6 +204,9 @@ class Schedule:
 
         A host prefetches without being asked. What was written by way of ``.data`` is not seen.
         """
+        if recomputes and unit.parts is not None and unit.parts.held:
+            # What the forward left is what it computes with again.
+            return
         changed = unit.write_back()
         if unit.state is State.SHARDED or not self._policy.checks_for_changes or recomputes:
             return
@@ -272,6 +277,9 @@ class Schedule:
 
         One whose outputs are ``hidden`` is not resharded: nobody could tell when backward needs it.
         """
+        if unit.parts is not None and not hidden:
+            self._unsharded.reshard_to_parts(unit)
+            return
         plan, frees = unit.plan, unit.options.frees_after_forward
         holds_copy = not frees and unit.holds_a_copy
         begins = self.depth == 1 or hidden
@@ -316,6 +324,8 @@ class Schedule:
             # From the outermost one, nothing of this pass is left to wait for a backward.
             for other in [unit] if self.depth > 1 else [unit, *self._unsharded.all()]:
                 self._unsharded.reshard(other)
+            if self.depth == 1:
+                self._unsharded.drop_parts()
         self.depth -= 1
         state.active -= 1
         if self.depth == 0:

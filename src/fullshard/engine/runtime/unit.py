@@ -31,7 +31,9 @@ from ..grads.gradients import Gradients
 from ..grads.reduction import Reduction
 from ..params.buffers import FullBuffer, any_holds
 from ..params.handle import REQUIRES_GRAD, FlatParamHandle
+from ..params.row_handle import RowHandle
 from .autograd import Tracked, is_handed_out, track
+from .parts import FewRanks, Parts
 from .policy import UnitOptions, policy_for
 
 if TYPE_CHECKING:
@@ -111,6 +113,10 @@ class Unit:
         self._copies_shards = False
         #: Whether what is being all-gathered has to be copied to the full parameters.
         self._copies_out = False
+        #: What a forward leaves of full parameters to a few ranks, if it does.
+        self.parts: Parts | None = None
+        #: The ranks that the running all-gather is over.
+        self._gathers_over = shards
         self._nodes: dict[Any, Tracked] = {}
         self._changes: list[int] = []
         #: The full parameters in place, one list per group.
@@ -129,6 +135,7 @@ class Unit:
             "_nodes": {},
             "_changes": [],
             "_shown": [],
+            "parts": None,
         }
 
     # -- what others tell the unit --------------------------------------------------------------
@@ -169,6 +176,12 @@ class Unit:
     def unshard_in_backward(self, enabled: bool) -> None:
         """Have full parameters in backward, or leave the unit sharded: its user knows better."""
         self.unshards_in_backward = enabled
+
+    def keep_parts(self, few: FewRanks | None) -> None:
+        """Have a forward leave full parameters to a few ranks, or to nobody; while sharded."""
+        self.drop_parts()
+        rows = [handle for handle in self.handles if isinstance(handle, RowHandle)]
+        self.parts = None if few is None else Parts(rows, few, self.streams)
 
     def gather_with(self, comm: Any) -> None:
         """All-gather by ``comm``, which the user brings, or by the engine's own collective."""
@@ -266,6 +279,11 @@ class Unit:
         outputs: list[torch.Tensor] = []
         inputs: list[torch.Tensor] = []
         self._copies_shards = self._copies_out = False
+        self._gathers_over = self.shards
+        if self.parts is not None and self.parts.fit(buffers):
+            self._gathers_over, self._copies_out = self.parts.group, True
+            outputs, inputs = self.parts.begin_gather()
+            buffers = ()
         for buffer in buffers:
             buffer.allocate()
             if buffer.filled_from is not None:
@@ -281,10 +299,10 @@ class Unit:
             return
         if self._gather_comm is not None:
             self._all_gathers = gather_by(
-                self._gather_comm, self.shards, outputs, inputs, self.name
+                self._gather_comm, self._gathers_over, outputs, inputs, self.name
             )
         else:
-            self._all_gathers = self.shards.gather(outputs, inputs, self.name)
+            self._all_gathers = self._gathers_over.gather(outputs, inputs, self.name)
 
     def fill_again(self) -> None:
         """Let the all-gather that follows write into full buffers, which stay where they are."""
@@ -301,6 +319,7 @@ class Unit:
                 if self._copies_out:
                     self._copy_out()
             self.streams.compute_after_gather()
+            self.drop_parts()
         elif self._all_gathers:
             # Orders compute behind the collective, which was itself ordered behind its inputs.
             self._wait()
@@ -309,13 +328,14 @@ class Unit:
     def _copy_out(self) -> None:
         """Bring what was all-gathered from the order of ranks to that of parameters."""
         with torch.no_grad():
-            for buffer in self.full_buffers:
-                buffer.copy_out()
+            held = self.parts.held if self.parts is not None else []
+            for filled in held or self.full_buffers:
+                filled.copy_out()
 
     def _wait(self) -> None:
         pending, self._all_gathers = self._all_gathers, []
         try:
-            self.shards.wait(*pending)
+            self._gathers_over.wait(*pending)
         except BaseException:
             # The collective may still write into these buffers: let them go unfreed.
             kept_alive.append((pending, self.full_buffers))
@@ -341,6 +361,18 @@ class Unit:
         else:
             for buffer in buffers:
                 buffer.release()
+
+    def reshard_to_parts(self, late: bool = False) -> None:
+        """Give the full buffers back, but for what this rank keeps for a few."""
+        if self.state is State.UNSHARDED and self.parts is not None:
+            self.parts.keep(self.full_buffers)
+            self.shows_full, self._shown = False, []
+        self.reshard(late)
+
+    def drop_parts(self) -> None:
+        """Forget what a forward has left to a few ranks: parameters may have changed since."""
+        if self.parts is not None:
+            self.parts.drop()
 
     # -- agreeing with other ranks --------------------------------------------------------------
 
@@ -436,6 +468,7 @@ class Unit:
         Returns whether the user replaced anything: full buffers that are filled already lack it.
         """
         replaced = False
+        self.drop_parts()
         for handle in self.handles:
             replaced |= handle.write_back()
         if replaced:
