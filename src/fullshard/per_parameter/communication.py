@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +22,7 @@ class Communication:
     Its methods are for between steps, while the unit is sharded.
     """
 
-    def __init__(self, unit: Unit, ranks_by_shards: list[list[int]]) -> None:
+    def __init__(self, unit: Unit, ranks_by_shards: Sequence[Sequence[int]]) -> None:
         self._unit = unit
         self._ranks_by_shards = ranks_by_shards
         self._gather: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from torch.distributed.tensor import Shard
 
 from ..api import BackwardPrefetch, MixedPrecision
 from ..engine.comm.collectives import group_for
+from ..engine.comm.process_groups import ProcessGroups
 from ..engine.init.build import group_parameters, managed_parameters
 from ..engine.init.validation import check_modules
 from ..engine.params.handle import FlatParamHandle
@@ -23,11 +25,12 @@ from ..engine.runtime.policy import UnitOptions
 from ..engine.runtime.unit import Unit
 from ..wrap import is_unit
 from .clipping import watch_clipping
-from .meshes import DataParallelMesh, resolve_mesh
+from .meshes import DataParallelMesh, mesh_of_shards
 from .module import FSDPModule, add_class
 from .module_unit import ModuleUnit, strategy_for
 from .optimizers import watch_steps
 from .policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from .spmd import DimensionsOfMesh, check_parameters, dimensions_of
 
 __all__ = ["fully_shard"]
 
@@ -60,73 +63,124 @@ def fully_shard(
 
     The arguments are those of ``torch.distributed.fsdp.fully_shard``.
     """
-    if dp_mesh_dims is not None:
-        raise NotImplementedError(
-            "fullshard.fully_shard does not take dp_mesh_dims yet: pass the data-parallel "
-            "dimensions as mesh, for example mesh=mesh['dp_replicate', 'dp_shard']"
+    return Application(
+        name="fully_shard",
+        kind=FSDPModule,
+        default_mesh=mesh_of_shards,
+        mesh=mesh,
+        dims=dp_mesh_dims,
+        reshard_after_forward=reshard_after_forward,
+        placement_of=shard_placement_fn,
+        precision=mp_policy,
+        offload=offload_policy,
+        ignored=frozenset(ignored_params or ()),
+    ).to(module)
+
+
+@dataclasses.dataclass(frozen=True)
+class Application:
+    """One call of ``fully_shard`` or ``replicate``: what was asked for.
+
+    ``kind`` is the class that modules gain, and ``default_mesh`` reads a mesh without ``dims``.
+    """
+
+    name: str
+    kind: type[FSDPModule]
+    default_mesh: Callable[[Any], DataParallelMesh]
+    mesh: Any
+    dims: DataParallelMeshDims | None
+    reshard_after_forward: bool | int | None
+    placement_of: Callable[[nn.Parameter], Any] | None
+    precision: MixedPrecisionPolicy
+    offload: OffloadPolicy
+    ignored: Collection[nn.Parameter]
+
+    def to(self, module: Any) -> Any:
+        """Make a unit of the module, or of the modules in a list, and return it or the list."""
+        modules = _check(module, self.name)
+        data_parallel = self._data_parallel()
+        reshards, few = _resharding(self.reshard_after_forward, data_parallel)
+        root: Any = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+        everything = [m for m in root.modules() if len(modules) == 1 or m is not root]
+        check_modules(root, everything)
+        unit = self._unit(root, modules, data_parallel, reshards is not False)
+        of = ModuleUnit(unit, modules, self.precision, reshards, data_parallel, few)
+        for each in modules:
+            add_class(each, of, self.kind)
+        of.show_sharded_in_state_dicts()
+        watch_steps()
+        watch_clipping()
+        return module
+
+    def _data_parallel(self) -> DataParallelMesh:
+        if self.dims is None:
+            return self.default_mesh(self.mesh)
+        return dimensions_of(self.mesh, self.dims)
+
+    def _unit(
+        self,
+        root: nn.Module,
+        modules: Sequence[nn.Module],
+        data_parallel: DataParallelMesh,
+        reshards: bool,
+    ) -> Unit:
+        device = data_parallel.device()
+        parameters = managed_parameters(root, own_modules(root, is_unit), self.ignored, ())
+        _move_states(modules, parameters, self.ignored, device)
+        parameters, distributions = self._localize(root, parameters, data_parallel)
+        dims = _dims(root, parameters, data_parallel, self.placement_of)
+        precision = self.precision
+        options = UnitOptions(
+            strategy=strategy_for(reshards, data_parallel.is_hybrid),
+            mixed_precision=MixedPrecision(precision.param_dtype, precision.reduce_dtype),
+            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+            forward_prefetch=False,
+            limit_all_gathers=True,
+            use_orig_params=True,
         )
-    modules = _check(module)
-    data_parallel = resolve_mesh(mesh)
-    reshards, few = _resharding(reshard_after_forward, data_parallel)
-    root: Any = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    everything = [m for m in root.modules() if len(modules) == 1 or m is not root]
-    check_modules(root, everything)
-    device = data_parallel.device()
-    ignored = set(ignored_params or ())
-    parameters = managed_parameters(root, own_modules(root, is_unit), ignored, ())
-    offloads = isinstance(offload_policy, CPUOffloadPolicy) or (
-        type(offload_policy).__name__ == "CPUOffloadPolicy"
-    )
-    _move_states(modules, parameters, ignored, device)
-    parameters, distributions = localize(root, parameters, data_parallel.groups)
-    dims = _dims(root, parameters, distributions, data_parallel, shard_placement_fn)
-    options = UnitOptions(
-        strategy=strategy_for(reshards is not False, data_parallel.is_hybrid),
-        mixed_precision=MixedPrecision(mp_policy.param_dtype, mp_policy.reduce_dtype),
-        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-        forward_prefetch=False,
-        limit_all_gathers=True,
-        use_orig_params=True,
-    )
-    handles = _handles(
-        root, parameters, dims, distributions, data_parallel, device, offloads, options
-    )
-    groups = data_parallel.groups
-    unit = Unit(
-        type(modules[0]).__name__,
-        root,
-        handles,
-        group_for(groups.shards),
-        None if groups.copies is None else group_for(groups.copies),
-        device,
-        options,
-    )
-    of = ModuleUnit(unit, modules, mp_policy, reshards, data_parallel, few)
-    for each in modules:
-        add_class(each, of)
-    of.show_sharded_in_state_dicts()
-    watch_steps()
-    watch_clipping()
-    return module
+        offloads = isinstance(self.offload, CPUOffloadPolicy) or (
+            type(self.offload).__name__ == "CPUOffloadPolicy"
+        )
+        handles = _handles(
+            root, parameters, dims, distributions, data_parallel, device, offloads, options
+        )
+        groups = data_parallel.groups
+        copies = None if groups.copies is None else group_for(groups.copies)
+        name = type(modules[0]).__name__
+        return Unit(name, root, handles, group_for(groups.shards), copies, device, options)
+
+    def _localize(
+        self,
+        root: nn.Module,
+        parameters: list[nn.Parameter],
+        data_parallel: DataParallelMesh,
+    ) -> tuple[list[nn.Parameter], dict[nn.Parameter, Distribution]]:
+        if self.dims is None:
+            return localize(root, parameters, data_parallel.groups)
+        assert isinstance(data_parallel, DimensionsOfMesh)
+        check_parameters(_named(root, parameters), data_parallel, self.dims)
+        # The mesh of the parameters has the dimensions that they are sharded over, too.
+        nobody = ProcessGroups(None, None)
+        return localize(root, parameters, nobody, unreduced=data_parallel.reduced)
 
 
-def _check(module: Any) -> list[nn.Module]:
+def _check(module: Any, name: str) -> list[nn.Module]:
     """The modules to shard, outermost ones only; refuses what cannot be."""
     given = list(module) if isinstance(module, (list, tuple)) else [module]
     for each in given:
         if not isinstance(each, nn.Module):
-            raise TypeError(f"fully_shard expects nn.Modules, but got {each!r}")
+            raise TypeError(f"{name} expects nn.Modules, but got {each!r}")
         if isinstance(each, _CONTAINERS) and type(each).forward in (
             nn.Module.forward,
             *(container.forward for container in _CONTAINERS),
         ):
             raise ValueError(
-                f"fully_shard does not support containers that do not implement forward: {each}"
+                f"{name} does not support containers that do not implement forward: {each}"
             )
         if isinstance(each, FSDPModule):
             raise AssertionError(
                 "Each distinct composable distributed API can only be applied to a module once. "
-                f"fully_shard has already been applied to the following module:\n{each}"
+                f"{each.applied_by} has already been applied to the following module:\n{each}"
             )
         wrapped = [sub for sub in each.modules() if is_unit(sub) and not _is_in_place(sub)]
         if wrapped:
@@ -135,7 +189,7 @@ def _check(module: Any) -> list[nn.Module]:
                 "sharded by the wrapper or by fully_shard, not by both"
             )
     if not given:
-        raise ValueError("fully_shard expects at least one module, but got an empty list")
+        raise ValueError(f"{name} expects at least one module, but got an empty list")
     below = {sub for each in given for sub in each.modules() if sub is not each}
     return [each for each in dict.fromkeys(given) if each not in below]
 
@@ -193,7 +247,6 @@ def _move_states(
 def _dims(
     root: nn.Module,
     parameters: Sequence[nn.Parameter],
-    distributions: dict[nn.Parameter, Distribution],
     data_parallel: DataParallelMesh,
     placement_of: Callable[[nn.Parameter], Any] | None,
 ) -> dict[nn.Parameter, int]:

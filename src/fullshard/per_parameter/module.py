@@ -16,7 +16,7 @@ from ..fsdp import UnshardHandle
 from .communication import Communication
 from .module_unit import ModuleUnit, unit_of
 
-__all__ = ["FSDPModule", "share_comm_ctx"]
+__all__ = ["FSDPModule", "ReplicateModule", "share_comm_ctx"]
 
 
 class FSDPModule:
@@ -27,6 +27,9 @@ class FSDPModule:
     _fullshard_module_unit: ModuleUnit
     #: Where the module's own class is found among the bases.
     _orig_cls_mro_index = 2
+    #: The function that made a module one of this class, and how the class made then is called.
+    applied_by = "fully_shard"
+    _prefix = "FSDP"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An instance of the module's own class: what slicing a container makes is not sharded."""
@@ -273,6 +276,14 @@ class FSDPModule:
         return self._fullshard_module_unit
 
 
+class ReplicateModule(FSDPModule):
+    """The class that ``replicate`` puts before a module's own class."""
+
+    _orig_cls_mro_index = 3
+    applied_by = "replicate"
+    _prefix = "Replicate"
+
+
 def _all_units(modules: Iterable[Any]) -> list[ModuleUnit]:
     found: list[ModuleUnit] = []
     for module in modules:
@@ -297,14 +308,14 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
             raise ValueError(f"Expects list of FSDPModules but got {module}")
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
+_classes: dict[tuple[type[FSDPModule], type[nn.Module]], type[nn.Module]] = {}
 
 
-def add_class(module: nn.Module, of: ModuleUnit) -> None:
-    """Let ``module`` be an :class:`FSDPModule`, and a forward of it be one of its unit."""
+def add_class(module: nn.Module, of: ModuleUnit, kind: type[FSDPModule]) -> None:
+    """Let ``module`` be one of ``kind`` as well, and a forward of it be one of its unit."""
     own = type(module)
-    if own not in _classes:
-        made: Any = type(f"FSDP{own.__name__}", (FSDPModule, own), {})
-        _classes[own] = made
-    module.__class__ = _classes[own]
+    if (kind, own) not in _classes:
+        made: Any = type(f"{kind._prefix}{own.__name__}", (kind, own), {})
+        _classes[kind, own] = made
+    module.__class__ = _classes[kind, own]
     module._fullshard_module_unit = of  # type: ignore[assignment]

@@ -49,7 +49,7 @@ class ModuleUnit:
         self._reshards_after_forward = reshard_after_forward
         self.schedule: Schedule | None = None
         self.is_root: bool | None = None
-        self.communication = Communication(unit, mesh.ranks_by_shards())
+        self.communication = Communication(unit, mesh.ranks)
         self._gather_after: Any = None
         #: What the user had prefetched when this unit's forward, or backward, begins.
         self.forward_prefetch: list[ModuleUnit] = []

@@ -27,6 +27,19 @@ class ProcessGroups(NamedTuple):
         return self.shards if self.copies is None else (self.shards, self.copies)
 
 
+class Alone:
+    """Stands for a process group of this rank, where nothing is shared with others."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+ALONE = Alone()
+
+
 def resolve_groups(
     process_group: Any, device_mesh: Any, strategy: ShardingStrategy
 ) -> ProcessGroups:

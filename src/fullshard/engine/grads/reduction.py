@@ -81,7 +81,7 @@ class Reduction:
 
     def stage(self, gradients: Sequence[flow.Gradients]) -> None:
         """Copy full gradients into reduce buffers, so that autograd's own memory can go."""
-        alone = self._unit.world_size == 1 and self.comm_hook is None
+        alone = self._unit.world_size == 1 and not self._changes_gradients
         for handle, full in zip(self._unit.handles, gradients, strict=True):
             if True not in map(REQUIRES_GRAD, handle.optimizer_params):
                 continue
@@ -96,6 +96,12 @@ class Reduction:
                     own.deliver()
             else:
                 self._staged.append(flow.stage(handle, full, self.fills_unused))
+
+    @property
+    def _changes_gradients(self) -> bool:
+        """True if a single rank's gradients are not the result as they are."""
+        asked = self.comm_hook is not None or self.after_reduce is not None
+        return asked or self._divisor is not None or self.fills_unused
 
     def stage_kept(self) -> None:
         """Stage what ``no_sync`` left behind in a unit that this backward did not reach."""

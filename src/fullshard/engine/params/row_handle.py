@@ -102,7 +102,6 @@ class RowHandle(FlatParamHandle):
         self.use_orig_params = True
         self.offload = offload and device.type != "cpu"
         self.skip_writeback_check = False
-        self.is_sharded = True
         self.local_gradients = False
         self._note_received()
         #: Full gradients that are not reduced yet (``set_requires_gradient_sync(False)``).
@@ -126,6 +125,7 @@ class RowHandle(FlatParamHandle):
             world_size=process_group.size(),
             alignment=alignment_elements(self.dtypes.compute.itemsize),
         )
+        self.is_sharded = self.layout.world_size > 1
         self.pieces = self.layout.pieces(self.rank)
         self._chunk_shapes = [
             self.layout.chunk_shape(index, self.rank) for index in range(len(self.layout.slots))
