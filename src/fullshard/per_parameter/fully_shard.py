@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from ..engine.comm.collectives import group_for
 from ..engine.comm.process_groups import ProcessGroups
 from ..engine.init.build import group_parameters, managed_parameters
 from ..engine.init.validation import check_modules
+from ..engine.params.extended_handle import ExtendedRowHandle, is_extended
 from ..engine.params.handle import FlatParamHandle
 from ..engine.params.locations import find_locations, own_modules
 from ..engine.params.row_handle import RowHandle
@@ -103,7 +105,7 @@ class Application:
         root: Any = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         everything = [m for m in root.modules() if len(modules) == 1 or m is not root]
         check_modules(root, everything)
-        unit = self._unit(root, modules, data_parallel, reshards is not False)
+        unit = self._unit(root, modules, data_parallel, reshards is not False, few)
         of = ModuleUnit(unit, modules, self.precision, reshards, data_parallel, few)
         for each in modules:
             add_class(each, of, self.kind)
@@ -123,12 +125,14 @@ class Application:
         modules: Sequence[nn.Module],
         data_parallel: DataParallelMesh,
         reshards: bool,
+        few: FewRanks | None,
     ) -> Unit:
         device = data_parallel.device()
         parameters = managed_parameters(root, own_modules(root, is_unit), self.ignored, ())
         _move_states(modules, parameters, self.ignored, device)
         parameters, distributions = self._localize(root, parameters, data_parallel)
         dims = _dims(root, parameters, data_parallel, self.placement_of)
+        self._check_extended(root, parameters, dims, few)
         precision = self.precision
         options = UnitOptions(
             strategy=strategy_for(reshards, data_parallel.is_hybrid),
@@ -142,12 +146,37 @@ class Application:
             type(self.offload).__name__ == "CPUOffloadPolicy"
         )
         handles = _handles(
-            root, parameters, dims, distributions, data_parallel, device, offloads, options
+            root,
+            parameters,
+            dims,
+            distributions,
+            data_parallel,
+            device,
+            offloads,
+            options,
+            precision,
         )
         groups = data_parallel.groups
         copies = None if groups.copies is None else group_for(groups.copies)
         name = type(modules[0]).__name__
         return Unit(name, root, handles, group_for(groups.shards), copies, device, options)
+
+    def _check_extended(
+        self,
+        root: nn.Module,
+        parameters: list[nn.Parameter],
+        dims: dict[nn.Parameter, int],
+        few: FewRanks | None,
+    ) -> None:
+        """Refuse what cannot be done with tensor subclasses that say what is all-gathered."""
+        for path, parameter in _named(root, parameters):
+            if is_extended(parameter) and (few is not None or dims[parameter] != 0):
+                asked = f"reshard_after_forward={self.reshard_after_forward}"
+                raise NotImplementedError(
+                    f"Parameter {path!r} is a {type(parameter).__name__}, which decides what is "
+                    f"all-gathered of it: it can be sharded along dim 0 only, and {asked} has to "
+                    "be True, False or None"
+                )
 
     def _localize(
         self,
@@ -294,24 +323,30 @@ def _handles(
     device: torch.device,
     offloads: bool,
     options: UnitOptions,
+    policy: MixedPrecisionPolicy,
 ) -> list[FlatParamHandle]:
-    precision = options.mixed_precision
     places = find_locations(root, parameters)
-    handles: list[FlatParamHandle] = []
-    for group in group_parameters(parameters, use_orig_params=True):
-        shardings = [data_parallel.sharding(p, dims[p], distributions.get(p)) for p in group]
-        handles.append(
-            RowHandle(
-                group,
-                root,
-                device,
-                options.strategy,
-                offloads,
-                (precision.param_dtype, precision.reduce_dtype),
-                data_parallel.groups.shards,
-                places=places,
-                shardings=shardings,
-                distributions=distributions,
-            )
+    extended = [parameter for parameter in parameters if is_extended(parameter)]
+    plain = [parameter for parameter in parameters if not is_extended(parameter)]
+    make_extended = functools.partial(
+        ExtendedRowHandle, mesh=data_parallel.mesh_of_gathers, policy=policy
+    )
+    groups: list[tuple[Any, list[nn.Parameter]]] = [
+        *((RowHandle, group) for group in group_parameters(plain, use_orig_params=True)),
+        *((make_extended, group) for group in group_parameters(extended, use_orig_params=True)),
+    ]
+    return [
+        make(
+            group,
+            root,
+            device,
+            options.strategy,
+            offloads,
+            (policy.param_dtype, policy.reduce_dtype),
+            data_parallel.groups.shards,
+            places=places,
+            shardings=[data_parallel.sharding(p, dims[p], distributions.get(p)) for p in group],
+            distributions=distributions,
         )
-    return handles
+        for make, group in groups
+    ]

@@ -41,6 +41,15 @@ class DataParallelMesh:
     def shard_size(self) -> int:
         return len(self.ranks[0])
 
+    @property
+    def mesh_of_gathers(self) -> DeviceMesh:
+        """The dimension of shards alone, as tensor subclasses are told."""
+        if self.mesh.ndim == 1 or self.shard_dim is None:
+            return self.mesh
+        names = self.mesh.mesh_dim_names
+        assert names is not None
+        return self.mesh[names[self.shard_dim]]
+
     def device(self) -> torch.device:
         """The device of this rank: for all but the CPU, the current one of its type."""
         kind = self.mesh.device_type

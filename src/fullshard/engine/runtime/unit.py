@@ -286,6 +286,12 @@ class Unit:
             buffers = ()
         for buffer in buffers:
             buffer.allocate()
+            if buffer.is_extended:
+                filled, sent = buffer.begin_gather()
+                outputs += filled
+                inputs += sent
+                self._copies_out = True
+                continue
             if buffer.filled_from is not None:
                 buffer.own.copy_(buffer.filled_from, non_blocking=True)
             if buffer.world_size > 1:
@@ -510,4 +516,7 @@ class Unit:
                 unit._on_gradients(unit, gradients)
 
         shown = [buffer.shown for buffer in self.full_buffers]
-        return track(shown, trainable, self.handles, receive)
+        tracked = track(shown, trainable, self.handles, receive)
+        for buffer, tensors in zip(self.full_buffers, tracked.tensors, strict=True):
+            buffer.follow(tensors)
+        return tracked
