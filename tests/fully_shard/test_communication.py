@@ -16,13 +16,14 @@ from tests.fully_shard.side_by_side import (
     build,
     by_block,
     forward_loss,
+    skip_unless_torch_has,
     told,
     train,
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard.testing import ranks
+from fullshard.testing import device, ranks
 
 
 class Recorded:
@@ -219,6 +220,7 @@ def test_symmetric_memory_is_refused_where_the_backend_has_none() -> None:
 
 @ranks(2)
 def test_what_cannot_be_combined_is_refused_with_torchs_words() -> None:
+    skip_unless_torch_has("set_symm_mem_for_comm")
     for call in (
         lambda module: module.set_allocate_memory_from_process_group_for_comm(True),
         lambda module: module.set_symm_mem_for_comm(),
@@ -247,6 +249,7 @@ class Skips(nn.Module):
 
 @ranks(2)
 def test_unused_parameters_have_gradients_of_zeros_if_that_is_asked_for() -> None:
+    skip_unless_torch_has("set_reduce_scatter_unused_params")
     for asked in (False, True):
         gradients = []
         for api in (THEIRS, OURS):
@@ -321,7 +324,10 @@ def test_hooks_and_factors_work_over_copies_as_torchs_do() -> None:
 @ranks(2)
 def test_an_event_after_the_optimizer_step_is_accepted_each_step() -> None:
     def step_with(api: Any, model: Any, step: int) -> torch.Tensor:
-        model.set_post_optim_event(torch.Event("cpu"))
+        event = torch.Event(device().type)
+        if device().type != "cpu":
+            event.record()
+        model.set_post_optim_event(event)
         loss = forward_loss(model, step)
         loss.backward()
         return loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +20,14 @@ from tests.fully_shard.side_by_side import (
     forward_loss,
     told,
     train,
+    whole,
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fullshard
-from fullshard.testing import ranks
+from fullshard.testing import device, ranks
 
 
 def prepare(api: Any, **options: Any) -> Any:
@@ -39,11 +41,11 @@ def test_unshard_shows_full_parameters_until_reshard() -> None:
     for api in (THEIRS, OURS):
         model = prepare(api)
         block = model.blocks[0]
-        whole = block.up.weight.full_tensor()
+        expected = whole(block.up.weight)
 
         block.unshard()
         assert not isinstance(block.up.weight, DTensor)
-        torch.testing.assert_close(block.up.weight.detach(), whole.detach())
+        torch.testing.assert_close(block.up.weight.detach().cpu(), expected.detach())
         assert isinstance(model.blocks[1].up.weight, DTensor)
         block.reshard()
         assert isinstance(block.up.weight, DTensor)
@@ -251,7 +253,7 @@ def test_a_model_on_the_meta_device_is_sharded_then_made() -> None:
             # What torch's own sharded model holds, as it is.
             model.load_state_dict(copy.deepcopy(state), assign=True)
         else:
-            model.to_empty(device="cpu")
+            model.to_empty(device=device())
             model.load_state_dict(state)
         trained.model.zero_grad()
         expected, found = forward_loss(trained.model, 3), forward_loss(model, 3)
@@ -260,9 +262,9 @@ def test_a_model_on_the_meta_device_is_sharded_then_made() -> None:
         torch.testing.assert_close(found, expected)
         assert told(model.head.weight.grad)[3] == told(trained.model.head.weight.grad)[3]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        before = model.head.weight.full_tensor().clone()
+        before = whole(model.head.weight).clone()
         optimizer.step()
-        assert not torch.equal(model.head.weight.full_tensor(), before)
+        assert not torch.equal(whole(model.head.weight), before)
         after = forward_loss(model, 3)
         assert after.item() != found.item()
 
@@ -270,12 +272,12 @@ def test_a_model_on_the_meta_device_is_sharded_then_made() -> None:
 @ranks(2)
 def test_parameters_that_are_replaced_or_converted_are_taken_up_again() -> None:
     model = prepare(OURS)
-    whole = build()
+    other = build().to(device())
     with torch.no_grad():
-        whole.head.weight.mul_(3.0)
-    model.head.weight = nn.Parameter(whole.head.weight.detach().clone())
+        other.head.weight.mul_(3.0)
+    model.head.weight = nn.Parameter(other.head.weight.detach().clone())
 
-    torch.testing.assert_close(forward_loss(model, 0).item(), forward_loss(whole, 0).item())
+    torch.testing.assert_close(forward_loss(model, 0).item(), forward_loss(other, 0).item())
     assert isinstance(model.head.weight, DTensor) or model.head.weight.grad_fn is not None
     model.reshard()
     assert isinstance(model.head.weight, DTensor)
@@ -305,11 +307,20 @@ REFUSED: list[tuple[str, Callable[[Any], Any]]] = [
     ),
     ("switch", lambda api: api.fully_shard(nn.Linear(2, 2)).set_reshard_after_forward(2)),
     ("share", lambda api: api.share_comm_ctx([nn.Tanh()])),
-    (
-        "buffers",
-        lambda api: api.fully_shard(nn.Linear(2, 2)).set_reduce_scatter_max_input_buffers(0),
-    ),
 ]
+if hasattr(THEIRS.FSDPModule, "set_reduce_scatter_max_input_buffers"):
+    REFUSED += [
+        (
+            f"{count!r} buffers",
+            functools.partial(
+                lambda count, api: api.fully_shard(
+                    nn.Linear(2, 2)
+                ).set_reduce_scatter_max_input_buffers(count),
+                count,
+            ),
+        )
+        for count in (0, 1.5, True)
+    ]
 
 
 @ranks(2)
