@@ -141,6 +141,21 @@ def test_gradients_are_summed_and_divided_as_is_asked() -> None:
         both(shard, steps=2)
 
 
+@ranks(1)
+def test_a_single_ranks_gradients_are_divided_and_hooked_too() -> None:
+    for sums in (False, True):
+
+        def shard(api: Any, model: Any, sums: bool = sums) -> None:
+            by_block()(api, model)
+            for unit in units(api, model):
+                unit.set_force_sum_reduction_for_comms(True)
+                if sums:
+                    unit.set_gradient_divide_factor(3.0)
+            model.blocks[1].set_all_reduce_hook(lambda reduced: reduced.mul_(2.0))
+
+        both(shard, steps=2)
+
+
 @ranks(2)
 def test_reduces_in_a_group_of_their_own_and_more_buffers_change_no_result() -> None:
     def shard(api: Any, model: Any) -> None:

@@ -307,6 +307,11 @@ REFUSED: list[tuple[str, Callable[[Any], Any]]] = [
     ),
     ("switch", lambda api: api.fully_shard(nn.Linear(2, 2)).set_reshard_after_forward(2)),
     ("share", lambda api: api.share_comm_ctx([nn.Tanh()])),
+    ("method", lambda api: api.register_fsdp_forward_method(api.fully_shard(nn.Tanh()), "nope")),
+    (
+        "backward prefetch",
+        lambda api: api.fully_shard(nn.Linear(2, 2)).set_modules_to_backward_prefetch([nn.Tanh()]),
+    ),
 ]
 if hasattr(THEIRS.FSDPModule, "set_reduce_scatter_max_input_buffers"):
     REFUSED += [
@@ -333,6 +338,7 @@ def test_what_torch_refuses_is_refused_with_its_error() -> None:
             errors.append(caught.value)
         assert type(errors[1]) is type(errors[0]), name
         first = str(errors[0]).splitlines()[0].split(" (world")[0].split(": torch.Size")[0]
+        first = first.rpartition("'> ")[2]
         assert first in str(errors[1]), (name, errors)
 
 

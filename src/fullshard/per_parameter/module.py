@@ -256,10 +256,14 @@ class FSDPModule:
         self._fullshard_module_unit.forward_prefetch = _all_units(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """All-gather the ``modules``, in this order, when this one's backward begins."""
+        """All-gather the ``modules``, in this order, when this one's backward begins.
+
+        Without any, those that ran before it in forward.
+        """
         of = self._fullshard_module_unit
         of.backward_prefetch = _all_units(modules)
-        of.unit.prefetch_when_reached([other.unit for other in of.backward_prefetch])
+        chosen = [other.unit for other in of.backward_prefetch]
+        of.unit.prefetch_when_reached(chosen or None)
 
     def _register_forward_method(self, method_name: str) -> None:
         """Let calls of a method run with the module's full parameters in place."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +50,9 @@ class RowFullBuffer(FullBuffer):
         self.release = self._release_all
         if memory is None:
             self.allocate = functools.partial(self._gathered.resize_, self._nbytes)
-            self._release_gathered = functools.partial(self._gathered.resize_, 0)
+            self._release_gathered: Callable[[], object] = functools.partial(
+                self._gathered.resize_, 0
+            )
         else:
             self.allocate, self._release_gathered = self._borrow, self._hand_back
 
@@ -112,7 +114,8 @@ class RowReduceBuffer(ReduceBuffer):
 
     def _hand_back(self) -> None:
         self.flat = self.alias = self._rows = self.flat.new_empty(0)
-        self.places, self._cuts = [], []
+        self.places = []
+        self._cuts.clear()
 
     def _make_views(self, layout: Layout) -> None:
         assert isinstance(layout, RowLayout)

@@ -187,7 +187,7 @@ class Unit:
         """All-gather by ``comm``, which the user brings, or by the engine's own collective."""
         self._gather_comm = comm
 
-    def prefetch_when_reached(self, units: Sequence[Unit]) -> None:
+    def prefetch_when_reached(self, units: Sequence[Unit] | None) -> None:
         """Have ``units`` prefetched, in place of the next one, when a backward reaches this one."""
         self.prefetch_in_backward = units
 
