@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -249,6 +250,28 @@ def test_what_does_not_fit_is_refused_with_torchs_words() -> None:
 
     assert messages[0][0] == messages[1][0]
     assert messages[0][1] == messages[1][1]
+
+
+@ranks(2)
+def test_other_shapes_than_before_are_refused() -> None:
+    class Changing(Quantized):
+        calls = 0
+
+        def fsdp_pre_all_gather(self, *args: Any) -> Any:
+            Changing.calls += 1
+            (integers, scale), metadata = super().fsdp_pre_all_gather(*args)
+            return (integers.to(torch.int16 if Changing.calls > 2 else torch.int8), scale), metadata
+
+    # So that the number of arguments is that of the one it calls.
+    Changing.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+        Quantized.fsdp_pre_all_gather
+    )
+    model: Any = build(Changing)
+    fullshard.fully_shard(model)
+
+    model(torch.arange(4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"Changing.fsdp_pre_all_gather .*torch.int16"):
+        model(torch.arange(4))
 
 
 @ranks(4)

@@ -209,7 +209,8 @@ def _check(module: Any, name: str) -> list[nn.Module]:
         if isinstance(each, FSDPModule):
             raise AssertionError(
                 "Each distinct composable distributed API can only be applied to a module once. "
-                f"{each.applied_by} has already been applied to the following module:\n{each}"
+                f"{each._fullshard_applied_by} has already been applied to the following module:\n"
+                f"{each}"
             )
         wrapped = [sub for sub in each.modules() if is_unit(sub) and not _is_in_place(sub)]
         if wrapped:

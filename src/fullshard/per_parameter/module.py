@@ -28,8 +28,8 @@ class FSDPModule:
     #: Where the module's own class is found among the bases.
     _orig_cls_mro_index = 2
     #: The function that made a module one of this class, and how the class made then is called.
-    applied_by = "fully_shard"
-    _prefix = "FSDP"
+    _fullshard_applied_by = "fully_shard"
+    _fullshard_prefix = "FSDP"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An instance of the module's own class: what slicing a container makes is not sharded."""
@@ -192,19 +192,19 @@ class FSDPModule:
 
         ``comm.allocate`` gives the memory that it fills. None goes back to the engine's own.
         """
-        self._communication_at_rest().gather_with(comm)
+        _communication_at_rest(self).gather_with(comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce-scatter by ``comm``, with the interface of torch's ``ReduceScatter``."""
-        self._communication_at_rest().reduce_with(comm)
+        _communication_at_rest(self).reduce_with(comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Communicate in memory that the process group's backend allocates, if it can."""
-        self._communication_at_rest().use_backends_memory(enable)
+        _communication_at_rest(self).use_backends_memory(enable)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """All-gather in memory that all ranks have mapped; over NCCL only."""
-        self._communication_at_rest().use_symmetric_memory(backend)
+        _communication_at_rest(self).use_symmetric_memory(backend)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -212,11 +212,6 @@ class FSDPModule:
         """Reduce-scatter in a process group of its own, beside all-gathers; all ranks call it."""
         for other in _units(self, recurse):
             other.communication.reduce_in_own_group(enable)
-
-    def _communication_at_rest(self) -> Communication:
-        of = self._fullshard_module_unit
-        of.restart()
-        return of.communication
 
     def set_post_optim_event(self, event: Any) -> None:
         """Let the next forward all-gather after ``event``, at which the optimizer has stepped."""
@@ -284,8 +279,15 @@ class ReplicateModule(FSDPModule):
     """The class that ``replicate`` puts before a module's own class."""
 
     _orig_cls_mro_index = 3
-    applied_by = "replicate"
-    _prefix = "Replicate"
+    _fullshard_applied_by = "replicate"
+    _fullshard_prefix = "Replicate"
+
+
+def _communication_at_rest(module: FSDPModule) -> Communication:
+    """What a module's unit communicates with, while it is sharded."""
+    of = module._fullshard_module_unit
+    of.restart()
+    return of.communication
 
 
 def _all_units(modules: Iterable[Any]) -> list[ModuleUnit]:
@@ -319,7 +321,7 @@ def add_class(module: nn.Module, of: ModuleUnit, kind: type[FSDPModule]) -> None
     """Let ``module`` be one of ``kind`` as well, and a forward of it be one of its unit."""
     own = type(module)
     if (kind, own) not in _classes:
-        made: Any = type(f"{kind._prefix}{own.__name__}", (kind, own), {})
+        made: Any = type(f"{kind._fullshard_prefix}{own.__name__}", (kind, own), {})
         _classes[kind, own] = made
     module.__class__ = _classes[kind, own]
     module._fullshard_module_unit = of  # type: ignore[assignment]

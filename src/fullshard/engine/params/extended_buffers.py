@@ -46,7 +46,14 @@ class _Extended:
         for storage in (*self.needed, *self.spare):
             storage.resize_(self._sizes[storage._cdata])
         kinds = [(given.dtype, self._shape(given)) for given in self.sent]
-        if kinds != [(known.dtype, tuple(known.shape)) for known in self.gathered]:
+        known = [(each.dtype, tuple(each.shape)) for each in self.gathered]
+        if kinds != known:
+            if self.full is not None:
+                raise RuntimeError(
+                    f"{type(local).__name__}.fsdp_pre_all_gather gave tensors that are gathered "
+                    f"into {kinds}, but before into {known}: the full parameter lies in those. "
+                    "Give the same shapes and dtypes each time"
+                )
             self.gathered = [torch.empty(s, dtype=d, device=device) for d, s in kinds]
             self._note([known.untyped_storage() for known in self.gathered], [])
 
