@@ -28,9 +28,10 @@ def replicate(
     As ``fully_shard``, but nothing is sharded: parameters are DTensors that every rank has all of,
     and a backward all-reduces their gradients, module by module.
 
-    >>> for block in model.blocks:
-    ...     replicate(block)
+    >>> model = Net()
+    >>> blocks = [replicate(module) for module in model.modules() if isinstance(module, Block)]
     >>> model = replicate(model)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
 
     The arguments are those of torch's ``replicate`` of ``torch.distributed._composable``.
     """
