@@ -31,7 +31,6 @@ def replicate(
     >>> model = Net()
     >>> blocks = [replicate(module) for module in model.modules() if isinstance(module, Block)]
     >>> model = replicate(model)
-    >>> optimizer = torch.optim.AdamW(model.parameters())
 
     The arguments are those of torch's ``replicate`` of ``torch.distributed._composable``.
     """
