@@ -34,13 +34,14 @@ from .stopping import StopRequest
 
 if TYPE_CHECKING:
     from .per_parameter.fully_shard import fully_shard
-    from .per_parameter.module import FSDPModule, share_comm_ctx
+    from .per_parameter.module import FSDPModule, ReplicateModule, share_comm_ctx
     from .per_parameter.policies import (
         CPUOffloadPolicy,
         DataParallelMeshDims,
         MixedPrecisionPolicy,
         OffloadPolicy,
     )
+    from .per_parameter.replicate import replicate
     from .state.checkpoint import (
         Checkpoint,
         CheckpointError,
@@ -72,6 +73,7 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "RanksDisagreeError",
+    "ReplicateModule",
     "SaveHandle",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
@@ -88,6 +90,7 @@ __all__ = [
     "load",
     "optim_state_template",
     "register_fsdp_forward_method",
+    "replicate",
     "resume",
     "save",
     "share_comm_ctx",
@@ -105,11 +108,13 @@ _WHEN_USED = {
     "FSDPModule": "per_parameter.module",
     "MixedPrecisionPolicy": "per_parameter.policies",
     "OffloadPolicy": "per_parameter.policies",
+    "ReplicateModule": "per_parameter.module",
     "SaveHandle": "state.checkpoint",
     "export_safetensors": "state.checkpoint.export",
     "fully_shard": "per_parameter.fully_shard",
     "latest": "state.checkpoint",
     "load": "state.checkpoint",
+    "replicate": "per_parameter.replicate",
     "resume": "state.checkpoint",
     "save": "state.checkpoint",
     "share_comm_ctx": "per_parameter.module",

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
 
 import fullshard
+from fullshard.testing import device
 
 #: ``fully_shard`` and what belongs to it, torch's and fullshard's.
 THEIRS: Any = torch.distributed.fsdp
@@ -68,7 +70,7 @@ def by_block(**options: Any) -> Shard:
 
 
 def inputs(step: int) -> torch.Tensor:
-    """Different ones on every rank."""
+    """Different ones on every rank; a root moves them to where it computes."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     return torch.randint(11, (4, 6), generator=generator)
 
@@ -129,6 +131,34 @@ def told(tensor: Any) -> Any:
         return None if tensor is None else tensor.detach().clone()
     local = tensor.to_local().detach().clone()
     return (tensor.shape, tensor.stride(), tensor.dtype, str(tensor.placements), local)
+
+
+def skip_without_collectives_of_dtensors() -> None:
+    if device().type != "cpu":
+        pytest.skip("DTensor's own collectives of GPU tensors over gloo end the process")
+
+
+def skip_unless_torch_has(*methods: str) -> None:
+    for method in methods:
+        if not hasattr(THEIRS.FSDPModule, method):
+            pytest.skip(f"FSDPModule of this version of torch has no {method}")
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """All of a DTensor, on the host.
+
+    DTensor's own collectives of GPU tensors over gloo end the process (torch 2.11).
+    """
+    if tensor.device.type == "cpu":
+        return tensor.full_tensor()
+    local = tensor.to_local().detach().cpu()
+    for index, placement in reversed(list(enumerate(tensor.placements))):
+        group = tensor.device_mesh.get_group(index)
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, local, group=group)
+        if placement.is_shard():
+            local = torch.cat(parts, placement.dim)
+    return local
 
 
 def assert_same_training(ours: Training, theirs: Training, tolerance: float = 1e-5) -> None:

@@ -16,6 +16,7 @@ from tests.fully_shard.side_by_side import (
     forward_loss,
     told,
     train,
+    whole,
 )
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -71,8 +72,8 @@ def test_rprop_which_cannot_step_dtensors_trains_as_under_distributed_data_paral
     ours = train(OURS, by_block(), lambda parameters: torch.optim.Rprop(parameters, lr=1e-3))
 
     for name, parameter in reference.module.named_parameters():
-        whole: Any = ours.model.get_parameter(name)
-        torch.testing.assert_close(whole.full_tensor(), parameter.detach())
+        found = whole(ours.model.get_parameter(name))
+        torch.testing.assert_close(found, parameter.detach())
 
 
 def shown(optimizer: Any) -> list[dict[str, Any]]:
@@ -151,7 +152,7 @@ def test_a_closure_may_compute_the_gradients() -> None:
 
         for _ in range(3):
             optimizer.step(closure)
-        weights.append(model.head.weight.full_tensor())
+        weights.append(whole(model.head.weight))
 
     torch.testing.assert_close(weights[1], weights[0])
 
@@ -174,8 +175,8 @@ def test_a_scheduler_and_groups_with_options_of_their_own_are_followed() -> None
             scheduler.step()
             model.zero_grad()
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * 0.5**3)
-        weights.append(model.blocks[0].up.weight.full_tensor())
-        weights.append(model.head.weight.full_tensor())
+        weights.append(whole(model.blocks[0].up.weight))
+        weights.append(whole(model.head.weight))
 
     torch.testing.assert_close(weights[2:], weights[:2])
 
@@ -210,11 +211,11 @@ def test_optimizer_state_moves_by_state_dict_and_by_checkpoint_functions() -> No
             )
         forward_loss(again.model, 5).backward()
         fresh.step()
-        continued.append(again.model.head.weight.full_tensor())
+        continued.append(whole(again.model.head.weight))
     forward_loss(source.model, 5).backward()
     source.optimizer.step()
     for weight in continued:
-        torch.testing.assert_close(weight, source.model.head.weight.full_tensor())
+        torch.testing.assert_close(weight, whole(source.model.head.weight))
 
 
 @ranks(2)
@@ -229,7 +230,7 @@ def test_an_optimizer_that_is_not_elementwise_computes_with_dtensors() -> None:
             forward_loss(model, step).backward()
             optimizer.step()
             model.zero_grad()
-        weights.append(model.blocks[0].up.weight.full_tensor())
+        weights.append(whole(model.blocks[0].up.weight))
 
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-4)
 
@@ -244,9 +245,7 @@ def test_clipping_is_torchs_for_every_norm() -> None:
             forward_loss(model, 0).backward()
             norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type)
             assert isinstance(norm, DTensor)
-            found.append(
-                (norm.full_tensor(), told(model.head.weight.grad)[-1], str(norm.placements))
-            )
+            found.append((whole(norm), told(model.head.weight.grad)[-1], str(norm.placements)))
         torch.testing.assert_close(found[1][:2], found[0][:2])
         assert found[1][2] == found[0][2]
 
@@ -256,12 +255,12 @@ def test_the_maximum_norm_is_found_also_where_a_rank_has_no_rows() -> None:
     model: Any = build()
     by_block()(OURS, model)
     forward_loss(model, 0).backward()
-    largest = max(p.grad.full_tensor().abs().max().item() for p in model.parameters())
+    largest = max(whole(p.grad).abs().max().item() for p in model.parameters())
 
     norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, float("inf"))
 
-    assert norm.full_tensor().item() == pytest.approx(largest)
-    clipped = max(p.grad.full_tensor().abs().max().item() for p in model.parameters())
+    assert whole(norm).item() == pytest.approx(largest)
+    clipped = max(whole(p.grad).abs().max().item() for p in model.parameters())
     assert clipped == pytest.approx(0.01, rel=1e-3)
 
 
@@ -282,6 +281,6 @@ def test_a_plain_gradient_scaler_skips_a_step_on_all_ranks() -> None:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        weights.append((model.head.weight.full_tensor(), scaler.get_scale()))
+        weights.append((whole(model.head.weight), scaler.get_scale()))
 
     torch.testing.assert_close(weights[1], weights[0])

@@ -21,6 +21,7 @@ from tests.fully_shard.side_by_side import (
     sgd,
     told,
     train,
+    whole,
 )
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
@@ -57,8 +58,8 @@ def test_training_is_that_of_distributed_data_parallel() -> None:
 
     torch.testing.assert_close(ours.losses, losses)
     for name, parameter in reference.module.named_parameters():
-        whole = ours.model.get_parameter(name).full_tensor()  # type: ignore[attr-defined]
-        torch.testing.assert_close(whole, parameter.detach(), rtol=1e-5, atol=1e-5)
+        found = whole(ours.model.get_parameter(name))
+        torch.testing.assert_close(found, parameter.detach(), rtol=1e-5, atol=1e-5)
 
 
 @ranks(1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -134,6 +135,10 @@ TABLE: dict[str, dict[str, Any]] = {
 #: Our objects in other modules of torch, by the module's full name.
 ELSEWHERE: dict[str, dict[str, Any]] = {
     "torch.distributed.checkpoint.state_dict": {"_get_fqns": private._get_fqns},
+    "torch.distributed._composable.replicate_with_fsdp": {
+        "ReplicateModule": fullshard.ReplicateModule,
+        "replicate": fullshard.replicate,
+    },
 }
 
 #: Modules whose functions work on the state of torch's own engine.
@@ -168,7 +173,9 @@ def replacements() -> tuple[Replacement, ...]:
 
 def _from_table() -> Iterator[Replacement]:
     homes = [(_module(home), names) for home, names in TABLE.items()]
-    homes += [(importlib.import_module(home), names) for home, names in ELSEWHERE.items()]
+    for home, names in ELSEWHERE.items():
+        if importlib.util.find_spec(home) is not None:
+            homes.append((importlib.import_module(home), names))
     for module, names in homes:
         for name, ours in names.items():
             if hasattr(module, name):

@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grad
 
 from ..engine.params.row_handle import is_reduced_by_us
@@ -136,13 +137,10 @@ def _norm_over_mesh(spec: Any, locals_: list[torch.Tensor], norm_type: float) ->
         locals_ = filled or [locals_[0].new_zeros(1)]
     norms = torch._foreach_norm(locals_, norm_type)
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    # Not is_shard(): of rows of what tensor parallelism has cut it says otherwise.
-    unreduced = [
-        Replicate() if placement.is_replicate() else Partial("max" if is_maximum else "sum")
-        for placement in spec.placements
-    ]
-    terms = total if is_maximum else total.pow(norm_type)
-    summed: Any = DTensor.from_local(terms, spec.device_mesh, unreduced, run_check=False)
-    replicated = [Replicate()] * len(unreduced)
-    found: torch.Tensor = summed.redistribute(spec.device_mesh, replicated).to_local()
+    found = total if is_maximum else total.pow(norm_type)
+    operation = dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM
+    for dim, placement in enumerate(spec.placements):
+        # Not is_shard(): of rows of what tensor parallelism has cut it says otherwise.
+        if not placement.is_replicate():
+            dist.all_reduce(found, operation, group=spec.device_mesh.get_group(dim))
     return found if is_maximum else found.pow(1.0 / norm_type)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -11,21 +14,25 @@ from torch.distributed.tensor import Shard
 
 from ..api import BackwardPrefetch, MixedPrecision
 from ..engine.comm.collectives import group_for
+from ..engine.comm.process_groups import ProcessGroups
 from ..engine.init.build import group_parameters, managed_parameters
 from ..engine.init.validation import check_modules
+from ..engine.params.extended_handle import ExtendedRowHandle, is_extended
 from ..engine.params.handle import FlatParamHandle
 from ..engine.params.locations import find_locations, own_modules
 from ..engine.params.row_handle import RowHandle
 from ..engine.params.tensor_parallel import Distribution, localize
+from ..engine.runtime.parts import FewRanks
 from ..engine.runtime.policy import UnitOptions
 from ..engine.runtime.unit import Unit
 from ..wrap import is_unit
 from .clipping import watch_clipping
-from .meshes import DataParallelMesh, resolve_mesh
+from .meshes import DataParallelMesh, mesh_of_shards
 from .module import FSDPModule, add_class
 from .module_unit import ModuleUnit, strategy_for
 from .optimizers import watch_steps
 from .policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from .spmd import DimensionsOfMesh, check_parameters, dimensions_of
 
 __all__ = ["fully_shard"]
 
@@ -58,73 +65,153 @@ def fully_shard(
 
     The arguments are those of ``torch.distributed.fsdp.fully_shard``.
     """
-    if dp_mesh_dims is not None:
-        raise NotImplementedError(
-            "fullshard.fully_shard does not take dp_mesh_dims yet: pass the data-parallel "
-            "dimensions as mesh, for example mesh=mesh['dp_replicate', 'dp_shard']"
+    return Application(
+        name="fully_shard",
+        kind=FSDPModule,
+        default_mesh=mesh_of_shards,
+        mesh=mesh,
+        dims=dp_mesh_dims,
+        reshard_after_forward=reshard_after_forward,
+        placement_of=shard_placement_fn,
+        precision=mp_policy,
+        offload=offload_policy,
+        ignored=frozenset(ignored_params or ()),
+    ).to(module)
+
+
+@dataclasses.dataclass(frozen=True)
+class Application:
+    """One call of ``fully_shard`` or ``replicate``: what was asked for.
+
+    ``kind`` is the class that modules gain, and ``default_mesh`` reads a mesh without ``dims``.
+    """
+
+    name: str
+    kind: type[FSDPModule]
+    default_mesh: Callable[[Any], DataParallelMesh]
+    mesh: Any
+    dims: DataParallelMeshDims | None
+    reshard_after_forward: bool | int | None
+    placement_of: Callable[[nn.Parameter], Any] | None
+    precision: MixedPrecisionPolicy
+    offload: OffloadPolicy
+    ignored: Collection[nn.Parameter]
+
+    def to(self, module: Any) -> Any:
+        """Make a unit of the module, or of the modules in a list, and return it or the list."""
+        modules = _check(module, self.name)
+        data_parallel = self._data_parallel()
+        reshards, few = _resharding(self.reshard_after_forward, data_parallel)
+        root: Any = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+        everything = [m for m in root.modules() if len(modules) == 1 or m is not root]
+        check_modules(root, everything)
+        unit = self._unit(root, modules, data_parallel, reshards is not False, few)
+        of = ModuleUnit(unit, modules, self.precision, reshards, data_parallel, few)
+        for each in modules:
+            add_class(each, of, self.kind)
+        of.show_sharded_in_state_dicts()
+        watch_steps()
+        watch_clipping()
+        return module
+
+    def _data_parallel(self) -> DataParallelMesh:
+        if self.dims is None:
+            return self.default_mesh(self.mesh)
+        return dimensions_of(self.mesh, self.dims)
+
+    def _unit(
+        self,
+        root: nn.Module,
+        modules: Sequence[nn.Module],
+        data_parallel: DataParallelMesh,
+        reshards: bool,
+        few: FewRanks | None,
+    ) -> Unit:
+        device = data_parallel.device()
+        parameters = managed_parameters(root, own_modules(root, is_unit), self.ignored, ())
+        _move_states(modules, parameters, self.ignored, device)
+        parameters, distributions = self._localize(root, parameters, data_parallel)
+        dims = _dims(root, parameters, data_parallel, self.placement_of)
+        self._check_extended(root, parameters, dims, few)
+        precision = self.precision
+        options = UnitOptions(
+            strategy=strategy_for(reshards, data_parallel.is_hybrid),
+            mixed_precision=MixedPrecision(precision.param_dtype, precision.reduce_dtype),
+            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+            forward_prefetch=False,
+            limit_all_gathers=True,
+            use_orig_params=True,
         )
-    modules = _check(module)
-    data_parallel = resolve_mesh(mesh)
-    reshards = _resharding(reshard_after_forward, data_parallel)
-    root: Any = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    everything = [m for m in root.modules() if len(modules) == 1 or m is not root]
-    check_modules(root, everything)
-    device = data_parallel.device()
-    ignored = set(ignored_params or ())
-    parameters = managed_parameters(root, own_modules(root, is_unit), ignored, ())
-    offloads = isinstance(offload_policy, CPUOffloadPolicy) or (
-        type(offload_policy).__name__ == "CPUOffloadPolicy"
-    )
-    _move_states(modules, parameters, ignored, device)
-    parameters, distributions = localize(root, parameters, data_parallel.groups)
-    dims = _dims(root, parameters, distributions, data_parallel, shard_placement_fn)
-    options = UnitOptions(
-        strategy=strategy_for(reshards is not False, data_parallel.is_hybrid),
-        mixed_precision=MixedPrecision(mp_policy.param_dtype, mp_policy.reduce_dtype),
-        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-        forward_prefetch=False,
-        limit_all_gathers=True,
-        use_orig_params=True,
-    )
-    handles = _handles(
-        root, parameters, dims, distributions, data_parallel, device, offloads, options
-    )
-    groups = data_parallel.groups
-    unit = Unit(
-        type(modules[0]).__name__,
-        root,
-        handles,
-        group_for(groups.shards, device),
-        None if groups.copies is None else group_for(groups.copies, device),
-        device,
-        options,
-    )
-    of = ModuleUnit(unit, modules, mp_policy, reshards, data_parallel.is_hybrid)
-    for each in modules:
-        add_class(each, of)
-    of.show_sharded_in_state_dicts()
-    watch_steps()
-    watch_clipping()
-    return module
+        offloads = isinstance(self.offload, CPUOffloadPolicy) or (
+            type(self.offload).__name__ == "CPUOffloadPolicy"
+        )
+        handles = _handles(
+            root,
+            parameters,
+            dims,
+            distributions,
+            data_parallel,
+            device,
+            offloads,
+            options,
+            precision,
+        )
+        groups = data_parallel.groups
+        shards = group_for(groups.shards, device)
+        copies = None if groups.copies is None else group_for(groups.copies, device)
+        name = type(modules[0]).__name__
+        return Unit(name, root, handles, shards, copies, device, options)
+
+    def _check_extended(
+        self,
+        root: nn.Module,
+        parameters: list[nn.Parameter],
+        dims: dict[nn.Parameter, int],
+        few: FewRanks | None,
+    ) -> None:
+        """Refuse what cannot be done with tensor subclasses that say what is all-gathered."""
+        for path, parameter in _named(root, parameters):
+            if is_extended(parameter) and (few is not None or dims[parameter] != 0):
+                asked = f"reshard_after_forward={self.reshard_after_forward}"
+                raise NotImplementedError(
+                    f"Parameter {path!r} is a {type(parameter).__name__}, which decides what is "
+                    f"all-gathered of it: it can be sharded along dim 0 only, and {asked} has to "
+                    "be True, False or None"
+                )
+
+    def _localize(
+        self,
+        root: nn.Module,
+        parameters: list[nn.Parameter],
+        data_parallel: DataParallelMesh,
+    ) -> tuple[list[nn.Parameter], dict[nn.Parameter, Distribution]]:
+        if self.dims is None:
+            return localize(root, parameters, data_parallel.groups)
+        assert isinstance(data_parallel, DimensionsOfMesh)
+        check_parameters(_named(root, parameters), data_parallel, self.dims)
+        # The mesh of the parameters has the dimensions that they are sharded over, too.
+        nobody = ProcessGroups(None, None)
+        return localize(root, parameters, nobody, unreduced=data_parallel.reduced)
 
 
-def _check(module: Any) -> list[nn.Module]:
+def _check(module: Any, name: str) -> list[nn.Module]:
     """The modules to shard, outermost ones only; refuses what cannot be."""
     given = list(module) if isinstance(module, (list, tuple)) else [module]
     for each in given:
         if not isinstance(each, nn.Module):
-            raise TypeError(f"fully_shard expects nn.Modules, but got {each!r}")
+            raise TypeError(f"{name} expects nn.Modules, but got {each!r}")
         if isinstance(each, _CONTAINERS) and type(each).forward in (
             nn.Module.forward,
             *(container.forward for container in _CONTAINERS),
         ):
             raise ValueError(
-                f"fully_shard does not support containers that do not implement forward: {each}"
+                f"{name} does not support containers that do not implement forward: {each}"
             )
         if isinstance(each, FSDPModule):
             raise AssertionError(
                 "Each distinct composable distributed API can only be applied to a module once. "
-                f"fully_shard has already been applied to the following module:\n{each}"
+                f"{each._fullshard_applied_by} has already been applied to the following module:\n"
+                f"{each}"
             )
         wrapped = [sub for sub in each.modules() if is_unit(sub) and not _is_in_place(sub)]
         if wrapped:
@@ -133,7 +220,7 @@ def _check(module: Any) -> list[nn.Module]:
                 "sharded by the wrapper or by fully_shard, not by both"
             )
     if not given:
-        raise ValueError("fully_shard expects at least one module, but got an empty list")
+        raise ValueError(f"{name} expects at least one module, but got an empty list")
     below = {sub for each in given for sub in each.modules() if sub is not each}
     return [each for each in dict.fromkeys(given) if each not in below]
 
@@ -144,9 +231,10 @@ def _is_in_place(module: nn.Module) -> bool:
 
 def _resharding(
     reshard_after_forward: bool | int | None, data_parallel: DataParallelMesh
-) -> bool | None:
+) -> tuple[bool | None, FewRanks | None]:
+    """Whether to reshard after forward, if that is decided, and the few ranks to reshard to."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward
+        return reshard_after_forward, None
     size = data_parallel.shard_size
     if not isinstance(reshard_after_forward, int):
         raise ValueError(
@@ -158,12 +246,16 @@ def _resharding(
             "If passing reshard_after_forward as an int, it should be a factor of "
             f"{size}, not {reshard_after_forward}"
         )
+    if reshard_after_forward == 1:
+        warnings.warn(
+            "reshard_after_forward=1 (int) means that each rank keeps parameters after forward, "
+            "as reshard_after_forward=False does; pass True to free them",
+            UserWarning,
+            stacklevel=4,
+        )
     if reshard_after_forward in (1, size):
-        return reshard_after_forward == size
-    raise NotImplementedError(
-        f"reshard_after_forward={reshard_after_forward}, a part of the {size} ranks, is not built "
-        "yet: pass True to free full parameters after forward, or False to keep them"
-    )
+        return reshard_after_forward == size, None
+    return True, data_parallel.few_ranks(reshard_after_forward)
 
 
 def _move_states(
@@ -186,7 +278,6 @@ def _move_states(
 def _dims(
     root: nn.Module,
     parameters: Sequence[nn.Parameter],
-    distributions: dict[nn.Parameter, Distribution],
     data_parallel: DataParallelMesh,
     placement_of: Callable[[nn.Parameter], Any] | None,
 ) -> dict[nn.Parameter, int]:
@@ -234,24 +325,30 @@ def _handles(
     device: torch.device,
     offloads: bool,
     options: UnitOptions,
+    policy: MixedPrecisionPolicy,
 ) -> list[FlatParamHandle]:
-    precision = options.mixed_precision
     places = find_locations(root, parameters)
-    handles: list[FlatParamHandle] = []
-    for group in group_parameters(parameters, use_orig_params=True):
-        shardings = [data_parallel.sharding(p, dims[p], distributions.get(p)) for p in group]
-        handles.append(
-            RowHandle(
-                group,
-                root,
-                device,
-                options.strategy,
-                offloads,
-                (precision.param_dtype, precision.reduce_dtype),
-                data_parallel.groups.shards,
-                places=places,
-                shardings=shardings,
-                distributions=distributions,
-            )
+    extended = [parameter for parameter in parameters if is_extended(parameter)]
+    plain = [parameter for parameter in parameters if not is_extended(parameter)]
+    make_extended = functools.partial(
+        ExtendedRowHandle, mesh=data_parallel.mesh_of_gathers, policy=policy
+    )
+    groups: list[tuple[Any, list[nn.Parameter]]] = [
+        *((RowHandle, group) for group in group_parameters(plain, use_orig_params=True)),
+        *((make_extended, group) for group in group_parameters(extended, use_orig_params=True)),
+    ]
+    return [
+        make(
+            group,
+            root,
+            device,
+            options.strategy,
+            offloads,
+            (policy.param_dtype, policy.reduce_dtype),
+            data_parallel.groups.shards,
+            places=places,
+            shardings=[data_parallel.sharding(p, dims[p], distributions.get(p)) for p in group],
+            distributions=distributions,
         )
-    return handles
+        for make, group in groups
+    ]

@@ -13,9 +13,10 @@ from ..engine.runtime.unit import Unit
 from ..engine.runtime.untraced import untraced_itself
 from ..forward_method import ForwardMethod
 from ..fsdp import UnshardHandle
+from .communication import Communication
 from .module_unit import ModuleUnit, unit_of
 
-__all__ = ["FSDPModule", "share_comm_ctx"]
+__all__ = ["FSDPModule", "ReplicateModule", "share_comm_ctx"]
 
 
 class FSDPModule:
@@ -26,6 +27,9 @@ class FSDPModule:
     _fullshard_module_unit: ModuleUnit
     #: Where the module's own class is found among the bases.
     _orig_cls_mro_index = 2
+    #: The function that made a module one of this class, and how the class made then is called.
+    _fullshard_applied_by = "fully_shard"
+    _fullshard_prefix = "FSDP"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An instance of the module's own class: what slicing a container makes is not sharded."""
@@ -62,7 +66,7 @@ class FSDPModule:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As for any module; also of parameters in whose place full ones stand after forward."""
         for other in _units(self, recurse=True):
-            if other.unit.shows_full:
+            if other.unit.shows_full or other.unit.parts is not None:
                 hidden = [p for handle in other.unit.handles for p in handle.optimizer_params]
                 nn.ParameterList(hidden).zero_grad(set_to_none)
         visible = [p for p in self.parameters() if p.is_leaf]  # type: ignore[attr-defined]
@@ -96,6 +100,11 @@ class FSDPModule:
 
         The next forward does so by itself but for those gradients.
         """
+        if self._fullshard_module_unit.is_root is False:
+            raise RuntimeError(
+                "reset_iter_state must be called on the root FSDP module, the outermost one that "
+                f"fully_shard was applied to; {self._unit.name!r} is not"
+            )
         self._fullshard_module_unit.restart()
         for other in _units(self, recurse=True):
             for handle in other.unit.handles:
@@ -115,8 +124,7 @@ class FSDPModule:
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by ``factor`` in place of the number of ranks."""
-        unit = self._fullshard_module_unit.unit
-        unit.reduction.set_rescale(unit.world_size / factor)
+        self._unit.reduction.set_divisor(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of :meth:`set_gradient_divide_factor`."""
@@ -140,10 +148,11 @@ class FSDPModule:
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
     ) -> None:
-        """Call ``hook`` with the module's reduced gradients, flat, after each backward of it."""
-        if stream is not None:
-            raise _not_built("set_all_reduce_hook(stream=)", "leave stream out")
-        self._fullshard_module_unit.unit.reduction.set_after_reduce(hook)
+        """Call ``hook`` with the module's reduced gradients, flat, after each backward of it.
+
+        On ``stream``, if there is one; not for gradients that are summed over copies of the shards.
+        """
+        self._unit.reduction.set_after_reduce(hook, stream)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Have the backend make sums, which are then divided, also where it could make means."""
@@ -153,42 +162,56 @@ class FSDPModule:
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Whether ranks may use different parameters. They may in any case."""
+        """Whether parameters of a module that ran have gradients of zeros if no rank used them.
+
+        Otherwise they have none. Ranks may use different ones in any case.
+        """
+        for other in _units(self, recurse):
+            other.unit.reduction.fill_unused(reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """How many buffers may be reduced from at a time. The engine never has more than two."""
-        if not isinstance(max_input_buffers, int) or max_input_buffers < 1:
+        """How many modules' gradients may be on their way, each in a buffer of its own.
+
+        With more than one, a backward goes on computing while earlier ones are still reduced.
+        """
+        if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool):
+            raise TypeError(
+                f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}"
+            )
+        if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        for other in _units(self, recurse):
+            other.unit.reduction.set_max_in_flight(max_input_buffers)
 
     # -- communication ------------------------------------------------------------------------
 
-    def set_custom_all_gather(self, comm: Any) -> NoReturn:
-        """Not built: the engine's own collectives are used."""
-        raise _not_built("set_custom_all_gather", "the engine's own all-gather is used")
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """All-gather by ``comm``, with the interface of torch's ``AllGather``.
 
-    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
-        """Not built: the engine's own collectives are used."""
-        raise _not_built("set_custom_reduce_scatter", "the engine's own reduce-scatter is used")
+        ``comm.allocate`` gives the memory that it fills. None goes back to the engine's own.
+        """
+        _communication_at_rest(self).gather_with(comm)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce-scatter by ``comm``, with the interface of torch's ``ReduceScatter``."""
+        _communication_at_rest(self).reduce_with(comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Not built, where it is asked for."""
-        if enable:
-            raise _not_built(
-                "set_allocate_memory_from_process_group_for_comm(True)", "leave it out"
-            )
+        """Communicate in memory that the process group's backend allocates, if it can."""
+        _communication_at_rest(self).use_backends_memory(enable)
 
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Not built."""
-        raise _not_built("set_symm_mem_for_comm", "leave it out")
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """All-gather in memory that all ranks have mapped; over NCCL only."""
+        _communication_at_rest(self).use_symmetric_memory(backend)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Not built, where it is asked for: all collectives of a module use the mesh's groups."""
-        if enable:
-            raise _not_built("set_separate_reduce_scatter_group(True)", "leave it out")
+        """Reduce-scatter in a process group of its own, beside all-gathers; all ranks call it."""
+        for other in _units(self, recurse):
+            other.communication.reduce_in_own_group(enable)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Let the next forward all-gather after ``event``, at which the optimizer has stepped."""
@@ -213,10 +236,12 @@ class FSDPModule:
             other.unit.stay_after_backward(not reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward needs the full parameters.
+        """Whether backward all-gathers the module's parameters.
 
-        A hint that saves an all-gather; this engine does not take it, and all-gathers.
+        False where it computes nothing with them, as an embedding's. What does is not noticed, and
+        finds parameters without memory.
         """
+        self._unit.unshard_in_backward(unshard_in_backward)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Whether all-gathers wait for nothing on the host. They do not in any case."""
@@ -226,10 +251,14 @@ class FSDPModule:
         self._fullshard_module_unit.forward_prefetch = _all_units(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """All-gather the ``modules``, in this order, when this one's backward begins."""
+        """All-gather the ``modules``, in this order, when this one's backward begins.
+
+        Without any, those that ran before it in forward.
+        """
         of = self._fullshard_module_unit
         of.backward_prefetch = _all_units(modules)
-        of.unit.prefetch_when_reached([other.unit for other in of.backward_prefetch])
+        chosen = [other.unit for other in of.backward_prefetch]
+        of.unit.prefetch_when_reached(chosen or None)
 
     def _register_forward_method(self, method_name: str) -> None:
         """Let calls of a method run with the module's full parameters in place."""
@@ -244,6 +273,21 @@ class FSDPModule:
 
     def _get_fsdp_state(self) -> ModuleUnit:
         return self._fullshard_module_unit
+
+
+class ReplicateModule(FSDPModule):
+    """The class that ``replicate`` puts before a module's own class."""
+
+    _orig_cls_mro_index = 3
+    _fullshard_applied_by = "replicate"
+    _fullshard_prefix = "Replicate"
+
+
+def _communication_at_rest(module: FSDPModule) -> Communication:
+    """What a module's unit communicates with, while it is sharded."""
+    of = module._fullshard_module_unit
+    of.restart()
+    return of.communication
 
 
 def _all_units(modules: Iterable[Any]) -> list[ModuleUnit]:
@@ -270,18 +314,14 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
             raise ValueError(f"Expects list of FSDPModules but got {module}")
 
 
-def _not_built(what: str, instead: str) -> NotImplementedError:
-    return NotImplementedError(f"fullshard's fully_shard has no {what} yet: {instead}")
+_classes: dict[tuple[type[FSDPModule], type[nn.Module]], type[nn.Module]] = {}
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def add_class(module: nn.Module, of: ModuleUnit) -> None:
-    """Let ``module`` be an :class:`FSDPModule`, and a forward of it be one of its unit."""
+def add_class(module: nn.Module, of: ModuleUnit, kind: type[FSDPModule]) -> None:
+    """Let ``module`` be one of ``kind`` as well, and a forward of it be one of its unit."""
     own = type(module)
-    if own not in _classes:
-        made: Any = type(f"FSDP{own.__name__}", (FSDPModule, own), {})
-        _classes[own] = made
-    module.__class__ = _classes[own]
+    if (kind, own) not in _classes:
+        made: Any = type(f"{kind._fullshard_prefix}{own.__name__}", (kind, own), {})
+        _classes[kind, own] = made
+    module.__class__ = _classes[kind, own]
     module._fullshard_module_unit = of  # type: ignore[assignment]

@@ -16,11 +16,14 @@ from ..api import ShardingStrategy
 from ..engine.init.validation import check_one_device, note_places
 from ..engine.params.locations import clean_tensor_name
 from ..engine.runtime.forward import Schedule
+from ..engine.runtime.parts import FewRanks
 from ..engine.runtime.precision import cast_floating, move
 from ..engine.runtime.unit import Unit
 from ..engine.runtime.untraced import untraced, untraced_itself
+from .communication import Communication
 
 if TYPE_CHECKING:
+    from .meshes import DataParallelMesh
     from .policies import MixedPrecisionPolicy
 
 
@@ -33,16 +36,20 @@ class ModuleUnit:
         modules: list[nn.Module],
         precision: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
-        is_hybrid: bool,
+        mesh: DataParallelMesh,
+        few: FewRanks | None = None,
     ) -> None:
+        if few is not None:
+            unit.keep_parts(few)
         self.unit = unit
         self.modules = modules
         self.precision = precision
-        self.is_hybrid = is_hybrid
+        self.is_hybrid = mesh.is_hybrid
         #: What was asked for; None until the outermost module is known.
         self._reshards_after_forward = reshard_after_forward
         self.schedule: Schedule | None = None
         self.is_root: bool | None = None
+        self.communication = Communication(unit, mesh.ranks)
         self._gather_after: Any = None
         #: What the user had prefetched when this unit's forward, or backward, begins.
         self.forward_prefetch: list[ModuleUnit] = []
@@ -55,8 +62,9 @@ class ModuleUnit:
         """Call ``function`` with full parameters in place."""
         schedule = self.schedule or self.start()
         unit, depth = self.unit, schedule.depth
-        if self._gather_after is not None:
-            self._await_event()
+        if self._gather_after is not None and depth == 0:
+            event, self._gather_after = self._gather_after, None
+            schedule.gather_after(event)
         try:
             if self._adapts_inputs:
                 args, kwargs = self._adapt_inputs(args, kwargs)
@@ -72,14 +80,8 @@ class ModuleUnit:
         return output
 
     def gather_after(self, event: Any) -> None:
-        """Let the next forward begin after ``event``."""
+        """Let the next pass all-gather after ``event``, not after all that was computed before."""
         self._gather_after = event
-
-    @untraced
-    def _await_event(self) -> None:
-        event, self._gather_after = self._gather_after, None
-        if self.unit.device.type != "cpu":
-            event.wait()
 
     @property
     def _adapts_inputs(self) -> bool:
@@ -142,6 +144,7 @@ class ModuleUnit:
     # -- options ------------------------------------------------------------------------------
 
     def set_reshard_after_forward(self, reshards: bool) -> None:
+        self.unit.keep_parts(None)
         self._reshards_after_forward = reshards
         self._settle_strategy()
 
@@ -162,8 +165,10 @@ class ModuleUnit:
             module.register_load_state_dict_pre_hook(self._reshard_if_idle)
 
     def _reshard_if_idle(self, *_: Any) -> None:
-        if self.unit.shows_full and self.schedule is not None and self.schedule.is_idle:
-            self.schedule.reshard(self.unit)
+        unit = self.unit
+        shows_other = unit.shows_full or (unit.parts is not None and bool(unit.parts.held))
+        if shows_other and self.schedule is not None and self.schedule.is_idle:
+            self.schedule.reshard(unit)
 
     def restart(self) -> None:
         """Bring all units of the step's schedule back to sharded."""

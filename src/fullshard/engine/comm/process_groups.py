@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,19 @@ class ProcessGroups(NamedTuple):
     def argument(self) -> Any:
         """The ``process_group`` argument with which a nested unit uses the same groups."""
         return self.shards if self.copies is None else (self.shards, self.copies)
+
+
+class Alone:
+    """Stands for a process group of this rank, where nothing is shared with others."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+ALONE = Alone()
 
 
 def resolve_groups(
@@ -142,6 +156,31 @@ def _by_node(world: Any, node: int) -> ProcessGroups:
             copies = group if rank % node == local else copies
         known = _node_groups[world, node] = ProcessGroups(shards, copies)
     return known
+
+
+_made: dict[tuple[Any, str, tuple[int, ...]], Any] = {}
+
+
+def group_among(parts: Sequence[Sequence[int]], like: Any, purpose: str) -> Any:
+    """This rank's process group, one for each of ``parts``, with the backend of ``like``.
+
+    To be called by the ranks of all parts; asked for again, it is the one that was made first.
+    ``purpose`` keeps groups apart that have the same ranks and communicate at the same time.
+    """
+    own = next(ranks for ranks in parts if dist.get_rank() in ranks)
+    key = (dist.group.WORLD, purpose, tuple(own))
+    known = _made.get(key)
+    if known is None or not is_alive(known):
+        known = _made[key] = _make_among(parts, own, dist.get_backend_config(like))
+    return known
+
+
+def _make_among(parts: Sequence[Sequence[int]], own: Sequence[int], backend: str) -> Any:
+    if sum(map(len, parts)) < dist.get_world_size():
+        # The other ranks may do something else now.
+        return dist.new_group(list(own), backend=backend, use_local_synchronization=True)
+    groups = [dist.new_group(list(ranks), backend=backend) for ranks in parts]
+    return next(group for group, ranks in zip(groups, parts, strict=True) if ranks is own)
 
 
 def is_alive(group: Any) -> bool:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -77,6 +77,17 @@ class HostStreams:
 
     def gather_after_compute(self) -> None:
         """Order the gather stream behind everything compute has been given (an optimizer step)."""
+
+    def note_compute(self) -> Any:
+        """An event behind everything that compute has been given."""
+        return None
+
+    def gather_after(self, event: Any) -> None:
+        """Order the gather stream behind an event, and not behind all of compute."""
+
+    def aside(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Work inside the context goes to a stream of the user's, in order with the current one."""
+        return self._nothing
 
     def compute_after_gather(self) -> None:
         """Order compute behind everything the gather stream has been given."""
@@ -172,6 +183,20 @@ class AcceleratorStreams(HostStreams):
 
     def gather_after_compute(self) -> None:
         self._order(self._gather, self._compute())
+
+    def note_compute(self) -> Any:
+        return self._compute().record_event()
+
+    def gather_after(self, event: Any) -> None:
+        self._gather.wait_event(event)
+
+    @contextlib.contextmanager
+    def aside(self, stream: Any) -> Generator[None, None, None]:
+        current = self._current_stream(self._device)
+        stream.wait_stream(current)
+        with stream:
+            yield
+        current.wait_stream(stream)
 
     def compute_after_gather(self) -> None:
         self._order(self._compute(), self._gather)

@@ -13,12 +13,13 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..comm.collectives import Group, as_real
+from ..comm.custom import allocate, start_reduce_scatter_by
 from ..comm.streams import streams_for
 from ..params.buffers import ReduceBuffer
 from ..params.handle import FlatParamHandle
@@ -90,8 +91,19 @@ class Average(NamedTuple):
 
     @classmethod
     def over(
-        cls, shards: Group, copies: Group | None, dtype: torch.dtype, sums_only: bool = False
+        cls,
+        shards: Group,
+        copies: Group | None,
+        dtype: torch.dtype,
+        sums_only: bool = False,
+        *,
+        divisor: float | None = None,
+        custom: bool = False,
     ) -> Average:
+        """The mean over all ranks, or their sum divided by ``divisor``.
+
+        ``custom``: what the user brings reduces over the shards' ranks, and makes means if asked.
+        """
         ranks = shards.size * (copies.size if copies else 1)
         before = 1.0
         if dtype is torch.float16:
@@ -99,15 +111,20 @@ class Average(NamedTuple):
             # after it, so that float16 neither overflows nor underflows.
             while ranks % (before * 2) == 0 and before * before < ranks:
                 before *= 2
-        in_collective = (
-            not sums_only and before == 1.0 and all(g.averages for g in (shards, copies) if g)
-        )
-        after = 1.0 if in_collective else ranks / before
+        divisor = ranks if divisor is None else divisor
+        can_average = [custom or shards.averages or shards.size == 1]
+        if copies is not None:
+            can_average.append(copies.averages or copies.size == 1)
+        in_collective = not sums_only and before == 1.0 and divisor == ranks and all(can_average)
+        after = 1.0 if in_collective else divisor / before
         return cls(shards, copies, before, after, in_collective)
 
 
-def stage(handle: FlatParamHandle, gradients: Gradients) -> ReduceInput:
-    """Copy the gradients into a reduce buffer, casting on the way."""
+def stage(handle: FlatParamHandle, gradients: Gradients, fills_unused: bool = False) -> ReduceInput:
+    """Copy the gradients into a reduce buffer, casting on the way.
+
+    ``fills_unused``: parameters without a gradient get one of zeros, on every rank.
+    """
     dtype = handle.dtypes.reduce
     buffer: ReduceBuffer | None = None
     if handle.is_sharded:
@@ -129,10 +146,10 @@ def stage(handle: FlatParamHandle, gradients: Gradients) -> ReduceInput:
         pattern = tuple(gradient is not None for gradient in gradients)
         absent = [index for index, is_there in enumerate(pattern) if not is_there]
         for index in absent:
-            as_real(places[index]).fill_(-0.0)
+            as_real(places[index]).fill_(0.0 if fills_unused else -0.0)
         places = [p for p, g in zip(places, gradients, strict=True) if g is not None]
         trainable = handle.trainable
-        absent = [index for index in absent if trainable[index]]
+        absent = [] if fills_unused else [index for index in absent if trainable[index]]
     if isinstance(buffer, RowReduceBuffer):
         _copy_rows(buffer, gradients)
     else:
@@ -184,12 +201,15 @@ class Reducing(NamedTuple):
         return self.sum
 
 
-def start_reduce(staged: ReduceInput, average: Average, unit: str) -> Reducing:
-    """Begin to reduce staged gradients."""
+def start_reduce(staged: ReduceInput, average: Average, unit: str, comm: Any = None) -> Reducing:
+    """Begin to reduce staged gradients, by ``comm`` where the user brings one."""
     handle, flat, mean = staged.handle, staged.flat, average.in_collective
     if average.before != 1.0:
         flat.div_(average.before)
-    if handle.is_sharded:
+    if handle.is_sharded and comm is not None:
+        total = allocate(comm, handle.layout.shard_numel, flat.dtype, flat.device)
+        await_sum = start_reduce_scatter_by(comm, average.shards, total, flat, unit, mean)
+    elif handle.is_sharded:
         total = flat.new_empty(handle.layout.shard_numel)
         await_sum = average.shards.start_reduce_scatter(total, flat, unit, mean)
     else:

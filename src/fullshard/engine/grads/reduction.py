@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..comm.collectives import Group
 from ..comm.pending_work import kept_alive
 from ..params.handle import REQUIRES_GRAD, FlatParamHandle
 from . import gradients as flow
@@ -44,8 +45,19 @@ class Reduction:
         self.all_reduces = True
         #: Whether the backend is asked for sums, also where it could make means of them.
         self.sums_only = False
-        #: Called with each group's reduced gradients, in one flat tensor.
+        #: What sums of gradients are divided by, in place of the number of ranks.
+        self._divisor: float | None = None
+        #: The ranks that share the shards, where their reduces have a group of their own.
+        self._own_group: Group | None = None
+        #: What the user brings to reduce over those ranks, and to take the memory for it from.
+        self._comm: Any = None
+        #: Whether parameters of a unit that were not used have gradients of zeros.
+        self.fills_unused = False
+        #: How many units' gradients may be on their way while others are computed.
+        self.max_in_flight = 1
+        #: Called with each group's reduced gradients, in one flat tensor; and where it runs.
         self.after_reduce: Callable[[torch.Tensor], object] | None = None
+        self._hook_stream: Any = None
         #: Sums over the shards' ranks that wait for the sum over the copies' ranks.
         self._partial_sums: dict[FlatParamHandle, torch.Tensor] = {}
         self._averages: dict[torch.dtype, flow.Average] = {}
@@ -70,7 +82,7 @@ class Reduction:
 
     def stage(self, gradients: Sequence[flow.Gradients]) -> None:
         """Copy full gradients into reduce buffers, so that autograd's own memory can go."""
-        alone = self._unit.world_size == 1 and self.comm_hook is None
+        alone = self._unit.world_size == 1 and not self._changes_gradients
         for handle, full in zip(self._unit.handles, gradients, strict=True):
             if True not in map(REQUIRES_GRAD, handle.optimizer_params):
                 continue
@@ -84,7 +96,13 @@ class Reduction:
                 else:
                     own.deliver()
             else:
-                self._staged.append(flow.stage(handle, full))
+                self._staged.append(flow.stage(handle, full, self.fills_unused))
+
+    @property
+    def _changes_gradients(self) -> bool:
+        """True if a single rank's gradients are not the result as they are."""
+        asked = self.comm_hook is not None or self.after_reduce is not None
+        return asked or self._divisor is not None or self.fills_unused
 
     def stage_kept(self) -> None:
         """Stage what ``no_sync`` left behind in a unit that this backward did not reach."""
@@ -132,7 +150,7 @@ class Reduction:
         if reduced is None:
             return
         if self.after_reduce is not None:
-            self.after_reduce(reduced)
+            self._call_after_reduce(reduced)
         undecided = flow.deliver(item.handle, reduced, item.absent)
         if hook is None:
             self._undecided += undecided
@@ -143,9 +161,16 @@ class Reduction:
         unit, dtype = self._unit, item.flat.dtype
         average = self._averages.get(dtype)
         if average is None:
-            average = flow.Average.over(unit.shards, unit.copies, dtype, self.sums_only)
+            average = flow.Average.over(
+                self._own_group or unit.shards,
+                unit.copies,
+                dtype,
+                self.sums_only,
+                divisor=self._divisor,
+                custom=self._comm is not None,
+            )
             self._averages[dtype] = average
-        return flow.start_reduce(item, average, unit.name)
+        return flow.start_reduce(item, average, unit.name, self._comm)
 
     def _finish(self, reducing: flow.Reducing) -> torch.Tensor | None:
         """The mean over all ranks; None while it is not to be made (:attr:`all_reduces`)."""
@@ -180,9 +205,43 @@ class Reduction:
         self.sums_only = enabled
         self._averages.clear()
 
-    def set_after_reduce(self, hook: Callable[[torch.Tensor], object] | None) -> None:
-        """Call ``hook`` with each group's reduced gradients."""
-        self.after_reduce = hook
+    def set_divisor(self, divisor: float) -> None:
+        """Divide sums of gradients by ``divisor``, in place of the number of ranks."""
+        self._divisor = divisor
+        self._averages.clear()
+
+    def set_group(self, group: Group | None) -> None:
+        """Reduce over the ranks that share the shards by ``group``, or by the one for gathers."""
+        self._own_group = group
+        self._averages.clear()
+
+    def set_comm(self, comm: Any) -> None:
+        """Have ``comm`` reduce over the ranks that share the shards, in memory that it gives."""
+        self._comm = comm
+        self._averages.clear()
+
+    def fill_unused(self, enabled: bool) -> None:
+        """Give parameters of a unit that no rank used gradients of zeros, or none."""
+        self.fills_unused = enabled
+
+    def set_max_in_flight(self, count: int) -> None:
+        """Let ``count`` units' gradients be on their way while those of others are computed."""
+        self.max_in_flight = count
+
+    def set_after_reduce(
+        self, hook: Callable[[torch.Tensor], object] | None, stream: Any = None
+    ) -> None:
+        """Call ``hook`` with each group's reduced gradients, on ``stream`` if there is one."""
+        self.after_reduce, self._hook_stream = hook, stream
+
+    def _call_after_reduce(self, reduced: torch.Tensor) -> None:
+        assert self.after_reduce is not None
+        unit, stream = self._unit, self._hook_stream
+        if stream is None or unit.copies is not None or not unit.streams.runs_ahead:
+            self.after_reduce(reduced)
+            return
+        with unit.streams.aside(stream):
+            self.after_reduce(reduced)
 
     def drop_partial_sums(self) -> None:
         """Forget sums that wait for the ranks that hold copies."""
@@ -191,7 +250,8 @@ class Reduction:
     @property
     def may_run_behind_compute(self) -> bool:
         """True if a host may sum gradients while the next unit's backward computes."""
-        return self._unit.plan.reduces_behind_compute and self.comm_hook is None
+        allowed = self._unit.plan.reduces_behind_compute or self.max_in_flight > 1
+        return allowed and self.comm_hook is None
 
     def start(self) -> None:
         """Begin to reduce what is staged, behind what is computed until it is finished."""
@@ -214,7 +274,7 @@ class Reduction:
             if reduced is None:
                 continue
             if self.after_reduce is not None:
-                self.after_reduce(reduced)
+                self._call_after_reduce(reduced)
             self._undecided += flow.deliver(staged.handle, reduced, staged.absent)
 
     # -- on an accelerator --------------------------------------------------------------------
@@ -257,7 +317,8 @@ class Reduction:
         Otherwise the reduce stream is needed: to sum over copies, to bring gradients to the host.
         """
         unit = self._unit
-        more = unit.copies is not None or self.comm_hook is not None or unit.offloads
+        custom = self.comm_hook is not None or self._comm is not None
+        more = unit.copies is not None or custom or unit.offloads
         return not more and unit.shards.runs_ahead and unit.shards.size > 1
 
     def free_buffers(self) -> None:

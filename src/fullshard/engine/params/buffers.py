@@ -86,6 +86,8 @@ class FullBuffer(FlatBuffer):
 
     #: Whether the buffer is the shard itself.
     is_standing = False
+    #: Whether tensor subclasses decide what an all-gather fills (``extended_buffers.py``).
+    is_extended = False
     #: Whether an all-gather fills memory beside the buffer, from which :meth:`copy_out` copies.
     is_copied_out = False
     #: What an all-gather fills.
@@ -119,6 +121,13 @@ class FullBuffer(FlatBuffer):
 
     def copy_out(self) -> None:
         """Bring what was gathered to where full parameters are; nothing, where it is there."""
+
+    def begin_gather(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What an all-gather is to fill, and with what."""
+        return [self.gather_output], [self.gather_input]
+
+    def follow(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note objects for autograd that were made of ``shown``."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True if ``tensor`` lies in this buffer, so that it dies with it."""

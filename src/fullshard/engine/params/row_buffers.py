@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from ..comm.custom import Memory, allocate
 from .buffers import FullBuffer, ReduceBuffer
 from .layout import Layout
 from .row_layout import RowLayout
@@ -31,40 +32,90 @@ class RowFullBuffer(FullBuffer):
     def _make_views(self, layout: Layout) -> None:
         assert isinstance(layout, RowLayout)
         super()._make_views(layout)
+        self._layout = layout
         gathered = torch.empty_like(self.flat)
         self._gathered = gathered.untyped_storage()
-        self.gather_output = gathered
-        self.own = gathered[layout.shard_numel * self._rank :][: layout.shard_numel]
-        self._sources = _by_rank(gathered, layout)
-        self._places = _by_parameter(self.alias, layout)
+        self._gather_into(gathered)
+        self.slots = layout.slots
+        self._places = by_parameter(self.alias, layout, [slot.offset for slot in self.slots])
         self._sizes = _sizes(layout)
         self._whole_places = _padded_by_parameter(self.alias, layout) if self._sizes else []
-        self._rows = gathered.view(layout.world_size, layout.shard_numel)
         self._gathered.resize_(0)
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, memory: Memory | None = None) -> None:
         super().__init__(*args)
-        self._allocate_full, self._release_full = self.allocate, self.release
-        self.allocate = functools.partial(self._gathered.resize_, self._nbytes)
+        self._memory = memory
+        #: Give the full parameters memory.
+        self.allocate_whole, self._release_full = self.allocate, self.release
         self.release = self._release_all
+        if memory is None:
+            self.allocate = functools.partial(self._gathered.resize_, self._nbytes)
+            self._release_gathered: Callable[[], object] = functools.partial(
+                self._gathered.resize_, 0
+            )
+        else:
+            self.allocate, self._release_gathered = self._borrow, self._hand_back
+
+    def _gather_into(self, gathered: torch.Tensor) -> None:
+        layout = self._layout
+        self.gather_output = gathered
+        self.own = gathered[layout.shard_numel * self._rank :][: layout.shard_numel]
+        self._sources = by_rank(gathered, layout)
+        self._rows = gathered.view(layout.world_size, layout.shard_numel)
+
+    def _borrow(self) -> None:
+        """Have an all-gather fill memory that the user gives."""
+        assert self._memory is not None
+        flat = self.flat
+        self._gather_into(allocate(self._memory, flat.numel(), flat.dtype, flat.device))
+        if self.filled_from is not None:
+            self.gather_input = self.own
+
+    def _hand_back(self) -> None:
+        self.gather_output = self.own = self._rows = self.flat
+        self._sources = []
+        if self.filled_from is not None:
+            self.gather_input = self.own
 
     def copy_out(self) -> None:
         """Bring what was gathered to where full parameters are, and give its memory back."""
-        self._allocate_full()
+        self.allocate_whole()
         if self._sizes and self.flat.device.type != "cpu":
             # One kernel; on a host it takes many times as long as the copies below.
             torch.split_with_sizes_copy(self._rows, self._sizes, dim=1, out=self._whole_places)
         else:
             torch._foreach_copy_(self._places, self._sources)
-        self._gathered.resize_(0)
+        self._release_gathered()
 
     def _release_all(self) -> None:
-        self._gathered.resize_(0)
+        self._release_gathered()
         self._release_full()
 
 
 class RowReduceBuffer(ReduceBuffer):
     """Full gradients in the order of ranks; ``places`` have all ranks' room for a parameter."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: Memory | None = None,
+    ) -> None:
+        super().__init__(layout, dtype, device)
+        if memory is not None:
+            self._kind = (memory, layout.padded_numel, dtype, device)
+            self.allocate, self.release = self._borrow, self._hand_back
+
+    def _borrow(self) -> None:
+        """Have gradients copied into memory that the user gives."""
+        self.flat = self.alias = allocate(*self._kind)
+        self._make_views(self._layout)
+
+    def _hand_back(self) -> None:
+        self.flat = self.alias = self._rows = self.flat.new_empty(0)
+        self.places = []
+        self._cuts.clear()
 
     def _make_views(self, layout: Layout) -> None:
         assert isinstance(layout, RowLayout)
@@ -165,7 +216,7 @@ def _unflatten_columns(columns: torch.Tensor, shape: Sequence[int]) -> torch.Ten
     return columns.as_strided(tuple(shape), (columns.stride(0), *inner), columns.storage_offset())
 
 
-def _by_rank(gathered: torch.Tensor, layout: RowLayout) -> list[torch.Tensor]:
+def by_rank(gathered: torch.Tensor, layout: RowLayout) -> list[torch.Tensor]:
     """Each parameter in what was all-gathered: ranks first, then the rank's chunk."""
     rows = gathered.view(layout.world_size, layout.shard_numel)
     views: list[torch.Tensor] = []
@@ -179,9 +230,15 @@ def _by_rank(gathered: torch.Tensor, layout: RowLayout) -> list[torch.Tensor]:
     return views
 
 
-def _by_parameter(flat: torch.Tensor, layout: RowLayout) -> list[torch.Tensor]:
-    """The same elements as :func:`_by_rank` has, in the full buffer."""
-    views = _padded_by_parameter(flat, layout, gaps=False)
+def by_parameter(
+    flat: torch.Tensor, layout: RowLayout, offsets: Sequence[int]
+) -> list[torch.Tensor]:
+    """The same elements as :func:`by_rank` has, with each parameter where ``offsets`` say."""
+    ranks = layout.world_size
+    views = [
+        flat[offset : offset + ranks * chunk.numel].view(ranks, chunk.numel)
+        for chunk, offset in zip(layout.chunks, offsets, strict=True)
+    ]
     for index, (chunk, slot) in enumerate(zip(layout.chunks, layout.slots, strict=True)):
         if chunk.dim != 0:
             shape = slot.shape
@@ -190,14 +247,12 @@ def _by_parameter(flat: torch.Tensor, layout: RowLayout) -> list[torch.Tensor]:
     return views
 
 
-def _padded_by_parameter(
-    flat: torch.Tensor, layout: RowLayout, gaps: bool = True
-) -> list[torch.Tensor]:
+def _padded_by_parameter(flat: torch.Tensor, layout: RowLayout) -> list[torch.Tensor]:
     """The full buffer cut at each parameter, and at each gap, with the ranks' rows apart."""
     views: list[torch.Tensor] = []
     ranks, position = layout.world_size, 0
     for chunk in layout.chunks:
-        if gaps and chunk.offset > position:
+        if chunk.offset > position:
             views.append(flat[ranks * position : ranks * chunk.offset].view(ranks, -1))
         position = chunk.offset + chunk.numel
         room = flat[ranks * chunk.offset : ranks * position]

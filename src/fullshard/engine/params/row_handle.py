@@ -9,6 +9,7 @@ ones.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from ...api import ShardingStrategy
+from ..comm.custom import Memory
 from ..comm.streams import streams_for
 from .buffers import FullBuffer, ShardBackedBuffer
 from .flat_parameter import HandleReference
@@ -27,6 +29,7 @@ from .locations import ParameterLocation, containers_of
 from .replacements import parameter_at
 from .row_buffers import RowFullBuffer, RowReduceBuffer
 from .row_layout import RowLayout
+from .row_parts import RowPart, part_of
 from .tensor_parallel import Distribution, distributions_of, is_distributed
 
 _LOCAL = operator.attrgetter("_local_tensor")
@@ -50,6 +53,13 @@ class RowSharding:
     dim: int
     shape: torch.Size
     stride: tuple[int, ...]
+
+    def among(self, mesh: Any) -> RowSharding:
+        """The same on a mesh of which the last dimension shares the parameter by rows."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        placements = (*[Replicate()] * (mesh.ndim - 1), Shard(self.dim))
+        return dataclasses.replace(self, mesh=mesh, placements=placements)
 
     def assemble(self, local: torch.Tensor) -> Any:
         """The DTensor of which ``local`` is this rank's part; shares its memory."""
@@ -92,7 +102,6 @@ class RowHandle(FlatParamHandle):
         self.use_orig_params = True
         self.offload = offload and device.type != "cpu"
         self.skip_writeback_check = False
-        self.is_sharded = True
         self.local_gradients = False
         self._note_received()
         #: Full gradients that are not reduced yet (``set_requires_gradient_sync(False)``).
@@ -102,6 +111,9 @@ class RowHandle(FlatParamHandle):
         self.full_buffers = {}
         self.reduce_buffers = {}
         self._presence = None
+        #: What gives the memory that all-gathers fill, and that reduces read, if the user does.
+        self._gather_memory: Memory | None = None
+        self._reduce_memory: Memory | None = None
         self.places = [places[p] for p in params]
         self.shardings = list(shardings)
         self.distributions = distributions_of(params, distributions or {})
@@ -113,6 +125,7 @@ class RowHandle(FlatParamHandle):
             world_size=process_group.size(),
             alignment=alignment_elements(self.dtypes.compute.itemsize),
         )
+        self.is_sharded = self.layout.world_size > 1
         self.pieces = self.layout.pieces(self.rank)
         self._chunk_shapes = [
             self.layout.chunk_shape(index, self.rank) for index in range(len(self.layout.slots))
@@ -296,7 +309,9 @@ class RowHandle(FlatParamHandle):
         """The full buffer of ``dtype``, made at its first use."""
         buffer = self.full_buffers.get(dtype)
         if buffer is None:
-            kind: Any = RowFullBuffer if self.layout.world_size > 1 else FullBuffer
+            kind: Any = FullBuffer
+            if self.layout.world_size > 1:
+                kind = functools.partial(RowFullBuffer, memory=self._gather_memory)
             if self.layout.world_size == 1 and self._stands(dtype):
                 buffer = ShardBackedBuffer(self.layout, self.shard_tensor, self.distributions)
             else:
@@ -309,10 +324,39 @@ class RowHandle(FlatParamHandle):
         """The buffer that gradients are reduced from in ``dtype``, made at its first use."""
         buffer = self.reduce_buffers.get(dtype)
         if buffer is None:
-            buffer = RowReduceBuffer(self.layout, dtype, self.device)
+            buffer = RowReduceBuffer(self.layout, dtype, self.device, self._reduce_memory)
             self.reduce_buffers[dtype] = buffer
         assert isinstance(buffer, RowReduceBuffer)
         return buffer
+
+    def take_memory_from(self, gathers: Memory | None, reduces: Memory | None) -> None:
+        """Have all-gathers and reduces use memory that others give; None is the allocator's own.
+
+        While the unit is sharded.
+        """
+        self._gather_memory, self._reduce_memory = gathers, reduces
+        self.forget_buffers()
+
+    def part(self, full: RowFullBuffer, size: int, rank: int) -> RowPart:
+        """What the ``rank``-th of ``size`` ranks keeps of the full parameters."""
+        dims = [sharding.dim for sharding in self.shardings]
+        return part_of(full, self.layout, dims, size, rank)
+
+    def shown_part(self, part: RowPart, mesh: Any) -> list[nn.Parameter]:
+        """What users see while ``part`` is kept: DTensors on the mesh of the ranks that share it.
+
+        Tensor-parallel parameters, which have a mesh already, stay as they are between steps.
+        """
+        shown: list[nn.Parameter] = []
+        for index, (rows, parameter) in enumerate(zip(part.rows, self.params, strict=True)):
+            if self.distributions and self.distributions[index] is not None:
+                shown.append(parameter)
+                continue
+            sharding = self.shardings[index].among(mesh)
+            shown.append(
+                nn.Parameter(sharding.assemble(rows), requires_grad=parameter.requires_grad)
+            )
+        return shown
 
     def cut(self, flat: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """A shard cut along the parameters: pairs of parameter index and this rank's rows."""

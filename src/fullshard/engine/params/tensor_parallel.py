@@ -36,11 +36,14 @@ class Distribution:
     placements: tuple[Any, ...]
     shape: torch.Size
     stride: tuple[int, ...]
+    #: Dimensions of the mesh in which terms of gradients are summed by whoever shards them.
+    unreduced: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, tensor: Any) -> Distribution:
+    def of(cls, tensor: Any, unreduced: tuple[int, ...] = ()) -> Distribution:
         """The distribution of a DTensor."""
-        return cls(tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+        mesh, stride = tensor.device_mesh, tensor.stride()
+        return cls(mesh, tensor.placements, tensor.shape, stride, unreduced)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Distribution:
         return self
@@ -106,8 +109,12 @@ class Distribution:
 
     def placed(self, gradient: Any) -> Any:
         """A DTensor gradient, distributed as the parameter is."""
+        placements = list(self.placements)
+        for dim in self.unreduced:
+            if gradient.placements[dim].is_partial():
+                placements[dim] = gradient.placements[dim]
         with torch.no_grad():
-            return gradient.redistribute(self.mesh, self.placements)
+            return gradient.redistribute(self.mesh, placements)
 
 
 #: One entry per parameter of a group, or none at all where no parameter is distributed.
@@ -140,11 +147,15 @@ def as_shown(views: list[torch.Tensor], distributions: Distributions) -> list[to
 
 
 def localize(
-    module: nn.Module, parameters: list[nn.Parameter], groups: ProcessGroups
+    module: nn.Module,
+    parameters: list[nn.Parameter],
+    groups: ProcessGroups,
+    unreduced: tuple[int, ...] = (),
 ) -> tuple[list[nn.Parameter], dict[nn.Parameter, Distribution]]:
     """Replace DTensors among the ``parameters`` of ``module`` by plain ones that hold local parts.
 
-    Returns the parameters after that, and how each of the new ones is distributed.
+    Returns the parameters after that, and how each of the new ones is distributed; in the
+    ``unreduced`` dimensions of their mesh nothing but the unit sums their gradients.
     """
     found = [parameter for parameter in parameters if is_distributed(parameter)]
     if not found:
@@ -158,7 +169,7 @@ def localize(
         for place in places:
             place.module._parameters[place.name] = local
         replaced[parameter] = local
-        distributions[local] = Distribution.of(parameter)
+        distributions[local] = Distribution.of(parameter, unreduced)
     return [replaced.get(p, p) for p in parameters], distributions
 
 

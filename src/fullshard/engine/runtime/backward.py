@@ -12,6 +12,7 @@ import functools
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -78,8 +79,8 @@ class Backward:
         self._ahead: list[Unit] = []
         #: The unit whose gradients are staged and, on a host, not yet reduced.
         self._pending: Unit | None = None
-        #: The unit whose gradients a host reduces behind what it computes.
-        self._in_flight: Unit | None = None
+        #: The units whose gradients are reduced behind what is computed, and not yet taken in.
+        self._in_flight: deque[Unit] = deque()
         #: Tells ranks that have run out of data what is done; inside of ``Join``.
         self._joining: Joining | None = None
         self._reduced: dict[Unit, None] = {}
@@ -140,8 +141,9 @@ class Backward:
             residency.versions
         ):
             self._unsharded.reshard(unit)
-        self._unsharded.unshard(unit, full_precision)
-        unit.show_full(tracked=True)
+        if unit.unshards_in_backward:
+            self._unsharded.unshard(unit, full_precision)
+            unit.show_full(tracked=True)
         if unit.plan.prefetches_before_backward:
             self._prefetch(unit)
 
@@ -204,9 +206,9 @@ class Backward:
     def _take_gradients(self, unit: Unit, gradients: Sequence[Gradients]) -> None:
         if self._pending or self._in_flight:
             self._carry_out_reduce()
-        if self._in_flight is unit:
+        while unit in self._in_flight:
             # A second part of the unit's gradients: its reduce buffer must be free again.
-            self._carry_out_reduce()
+            self._take_in()
         state = self._states[unit]
         state.received = True
         if state.task is not None and state.task != graph_task():
@@ -277,18 +279,28 @@ class Backward:
         whole backward to overlap it with.
         """
         unit, self._pending = self._pending, None
-        if self._in_flight is not None:
-            in_flight, self._in_flight = self._in_flight, None
-            in_flight.reduction.finish()
-        if unit is None:
+        at_once = self._policy.reduces_at_once
+        allowed = (unit or self._in_flight[0]).reduction.max_in_flight
+        if unit is not None and at_once:
+            # It is being reduced already.
+            self._in_flight.append(unit)
+        while len(self._in_flight) >= allowed:
+            self._take_in()
+        if unit is None or at_once:
             return
-        if self._policy.reduces_at_once:
-            unit.reduction.take_in()
-        elif unit.reduction.may_run_behind_compute:
-            self._in_flight = unit
+        if unit.reduction.may_run_behind_compute:
+            self._in_flight.append(unit)
             unit.reduction.start()
         else:
             unit.reduction.reduce()
+
+    def _take_in(self) -> None:
+        """Have the gradients of the unit that has been reducing for longest."""
+        unit = self._in_flight.popleft()
+        if self._policy.reduces_at_once:
+            unit.reduction.take_in()
+        else:
+            unit.reduction.finish()
 
     def _prefetch(self, unit: Unit) -> None:
         """All-gather the units that ran before ``unit`` in forward: they are next in backward.
@@ -316,6 +328,8 @@ class Backward:
             self._await_prefetches()
 
     def _prefetch_one(self, unit: Unit, full_precision: bool) -> None:
+        if not unit.unshards_in_backward:
+            return
         self._unsharded.prefetch(unit, full_precision)
         if self._policy.waits_for_prefetch:
             self._ahead.append(unit)
@@ -332,8 +346,10 @@ class Backward:
 
     def _finish_reduces(self) -> list[Reduction]:
         """Have all gradients where the optimizer looks; returns what reduced them."""
-        while self._pending or self._in_flight:
+        if self._pending:
             self._carry_out_reduce()
+        while self._in_flight:
+            self._take_in()
         for unit in [*self._with_local_gradients]:
             if unit.syncs_gradients:
                 self._reduced[unit] = None
@@ -383,7 +399,8 @@ class Backward:
             self._streams.compute_after_reduces()
             for unit in self._reduced:
                 unit.reduction.drop()
-            self._pending = self._in_flight = None
+            self._pending = None
+            self._in_flight.clear()
             self._reduced.clear()
             self._end()
 

@@ -52,6 +52,8 @@ class Schedule:
             self.units, self._passed, self._unsharded, self._streams, self._policy
         )
         self._joining: Joining | None = None
+        #: What the next pass all-gathers after, in place of all that was computed before it.
+        self._stepped: Any = None
         #: How many forwards are running, one inside the other.
         self.depth = 0
         #: How many units each one but the first prefetches.
@@ -80,6 +82,7 @@ class Schedule:
             self._backward.break_off()
         for other in [unit] if unit is not None else self._unsharded.all():
             self._unsharded.keep_changes_and_reshard(other)
+        self._unsharded.drop_parts()
         self._streams.settle()
         # The next operation may all-gather, and has to wait for an optimizer step that may still
         # run on the compute stream.
@@ -121,6 +124,10 @@ class Schedule:
         self._unsharded.prefetch(unit, full_precision=False)
         residency.request(unit.versions())
 
+    def gather_after(self, event: Any) -> None:
+        """Let the next pass all-gather after ``event``, not after all that was computed before."""
+        self._stepped = event
+
     def finish_unshard(self, unit: Unit) -> None:
         """Show what :meth:`unshard` gathers, between passes."""
         if self.is_idle and self._residencies[unit].is_requested and not unit.shows_full:
@@ -137,6 +144,7 @@ class Schedule:
                 f"Unit {unit.name!r} computes with its full parameters now, or summon_full_params "
                 "shows them: reshard() it afterwards"
             )
+        unit.drop_parts()
         if unit in self._unsharded:
             self._unsharded.keep_changes_and_reshard(unit)
             if self.is_idle:
@@ -196,6 +204,9 @@ class Schedule:
 
         A host prefetches without being asked. What was written by way of ``.data`` is not seen.
         """
+        if recomputes and unit.parts is not None and unit.parts.held:
+            # What the forward left is what it computes with again.
+            return
         changed = unit.write_back()
         if unit.state is State.SHARDED or not self._policy.checks_for_changes or recomputes:
             return
@@ -266,6 +277,9 @@ class Schedule:
 
         One whose outputs are ``hidden`` is not resharded: nobody could tell when backward needs it.
         """
+        if unit.parts is not None and not hidden:
+            self._unsharded.reshard_to_parts(unit)
+            return
         plan, frees = unit.plan, unit.options.frees_after_forward
         holds_copy = not frees and unit.holds_a_copy
         begins = self.depth == 1 or hidden
@@ -310,6 +324,8 @@ class Schedule:
             # From the outermost one, nothing of this pass is left to wait for a backward.
             for other in [unit] if self.depth > 1 else [unit, *self._unsharded.all()]:
                 self._unsharded.reshard(other)
+            if self.depth == 1:
+                self._unsharded.drop_parts()
         self.depth -= 1
         state.active -= 1
         if self.depth == 0:
@@ -356,7 +372,11 @@ class Schedule:
             unit.shards.refuse("pass of another model", unit.name)
         unit.begin_pass()
         self._unsharded.begin_pass()
-        self._streams.gather_after_compute()
+        event, self._stepped = self._stepped, None
+        if event is None:
+            self._streams.gather_after_compute()
+        else:
+            self._streams.gather_after(event)
         self._previous_order, self._order = self._order, []
         is_long = len(self._passed) > _PASSES_KEPT * len(self.units)
         if self._backward.has_run_since_pass() or is_long:

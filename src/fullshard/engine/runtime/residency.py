@@ -141,6 +141,8 @@ class UnshardedUnits:
         #: The units that are not sharded, in the order in which they were all-gathered.
         self._unsharded: dict[Unit, None] = {}
         self._kept_versions: dict[Unit, list[int]] = {}
+        #: The units of which a forward has left parts to a few ranks.
+        self._with_parts: list[Unit] = []
 
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._unsharded
@@ -195,8 +197,22 @@ class UnshardedUnits:
             plan.releases_late_in_backward if self.in_backward else plan.releases_late_in_forward
         )
 
+    def reshard_to_parts(self, unit: Unit) -> None:
+        """Reshard a unit, of whose full parameters a few ranks keep one copy for the backward."""
+        self.residencies[unit].reshard()
+        self._unsharded.pop(unit, None)
+        unit.reshard_to_parts(unit.plan.releases_late_in_forward)
+        self._with_parts.append(unit)
+
+    def drop_parts(self) -> None:
+        """Have all units sharded over all of their ranks that are not unsharded."""
+        units, self._with_parts = self._with_parts, []
+        for unit in units:
+            unit.drop_parts()
+
     def begin_pass(self) -> None:
         """Of what was unsharded before, leave what is still right."""
+        self.drop_parts()
         kept, self._kept_versions = self._kept_versions, {}
         changed = bool(kept) and kept != self._versions()
         for unit in self.all():
@@ -222,6 +238,7 @@ class UnshardedUnits:
         ``pins`` selects the units whose full parameters a following backward will read.
         """
         self.in_backward = False
+        self.drop_parts()
         for unit in self.all():
             state, residency = self.states[unit], self.residencies[unit]
             state.end_backward()

@@ -24,13 +24,16 @@ import torch
 from torch import nn
 
 from ..comm.collectives import Group
+from ..comm.custom import gather_by
 from ..comm.pending_work import kept_alive
 from ..comm.streams import streams_for
 from ..grads.gradients import Gradients
 from ..grads.reduction import Reduction
 from ..params.buffers import FullBuffer, any_holds
 from ..params.handle import REQUIRES_GRAD, FlatParamHandle
+from ..params.row_handle import RowHandle
 from .autograd import Tracked, is_handed_out, track
+from .parts import FewRanks, Parts
 from .policy import UnitOptions, policy_for
 
 if TYPE_CHECKING:
@@ -83,6 +86,10 @@ class Unit:
         self.syncs_gradients = True
         #: Whether full parameters stay after a backward, for the next forward.
         self.stays_after_backward = False
+        #: Whether backward computes with the full parameters (an embedding's does not).
+        self.unshards_in_backward = True
+        #: What the user brings to all-gather with.
+        self._gather_comm: Any = None
         self.reduction = Reduction(self)
         #: The units that the user asked to be prefetched when a backward reaches this one.
         self.prefetch_in_backward: Sequence[Unit] | None = None
@@ -106,6 +113,10 @@ class Unit:
         self._copies_shards = False
         #: Whether what is being all-gathered has to be copied to the full parameters.
         self._copies_out = False
+        #: What a forward leaves of full parameters to a few ranks, if it does.
+        self.parts: Parts | None = None
+        #: The ranks that the running all-gather is over.
+        self._gathers_over = shards
         self._nodes: dict[Any, Tracked] = {}
         self._changes: list[int] = []
         #: The full parameters in place, one list per group.
@@ -124,6 +135,7 @@ class Unit:
             "_nodes": {},
             "_changes": [],
             "_shown": [],
+            "parts": None,
         }
 
     # -- what others tell the unit --------------------------------------------------------------
@@ -164,7 +176,21 @@ class Unit:
         """Keep full parameters after a backward; the next forward uses them if none changed."""
         self.stays_after_backward = enabled
 
-    def prefetch_when_reached(self, units: Sequence[Unit]) -> None:
+    def unshard_in_backward(self, enabled: bool) -> None:
+        """Have full parameters in backward, or leave the unit sharded: its user knows better."""
+        self.unshards_in_backward = enabled
+
+    def keep_parts(self, few: FewRanks | None) -> None:
+        """Have a forward leave full parameters to a few ranks, or to nobody; while sharded."""
+        self.drop_parts()
+        rows = [handle for handle in self.handles if isinstance(handle, RowHandle)]
+        self.parts = None if few is None else Parts(rows, few, self.streams)
+
+    def gather_with(self, comm: Any) -> None:
+        """All-gather by ``comm``, which the user brings, or by the engine's own collective."""
+        self._gather_comm = comm
+
+    def prefetch_when_reached(self, units: Sequence[Unit] | None) -> None:
         """Have ``units`` prefetched, in place of the next one, when a backward reaches this one."""
         self.prefetch_in_backward = units
 
@@ -256,8 +282,19 @@ class Unit:
         outputs: list[torch.Tensor] = []
         inputs: list[torch.Tensor] = []
         self._copies_shards = self._copies_out = False
+        self._gathers_over = self.shards
+        if self.parts is not None and self.parts.fit(buffers):
+            self._gathers_over, self._copies_out = self.parts.group, True
+            outputs, inputs = self.parts.begin_gather()
+            buffers = ()
         for buffer in buffers:
             buffer.allocate()
+            if buffer.is_extended:
+                filled, sent = buffer.begin_gather()
+                outputs += filled
+                inputs += sent
+                self._copies_out = True
+                continue
             if buffer.filled_from is not None:
                 buffer.own.copy_(buffer.filled_from, non_blocking=True)
             if buffer.world_size > 1:
@@ -267,8 +304,14 @@ class Unit:
                     self._copies_out |= buffer.is_copied_out
             elif not buffer.is_standing:
                 self._copies_shards = True
-        if outputs:
-            self._all_gathers = self.shards.gather(outputs, inputs, self.name)
+        if not outputs:
+            return
+        if self._gather_comm is not None:
+            self._all_gathers = gather_by(
+                self._gather_comm, self._gathers_over, outputs, inputs, self.name
+            )
+        else:
+            self._all_gathers = self._gathers_over.gather(outputs, inputs, self.name)
 
     def fill_again(self) -> None:
         """Let the all-gather that follows write into full buffers, which stay where they are."""
@@ -285,6 +328,7 @@ class Unit:
                 if self._copies_out:
                     self._copy_out()
             self.streams.compute_after_gather()
+            self.drop_parts()
         elif self._all_gathers:
             # Orders compute behind the collective, which was itself ordered behind its inputs.
             self._wait()
@@ -293,13 +337,14 @@ class Unit:
     def _copy_out(self) -> None:
         """Bring what was all-gathered from the order of ranks to that of parameters."""
         with torch.no_grad():
-            for buffer in self.full_buffers:
-                buffer.copy_out()
+            held = self.parts.held if self.parts is not None else []
+            for filled in held or self.full_buffers:
+                filled.copy_out()
 
     def _wait(self) -> None:
         pending, self._all_gathers = self._all_gathers, []
         try:
-            self.shards.wait(*pending)
+            self._gathers_over.wait(*pending)
         except BaseException:
             # The collective may still write into these buffers: let them go unfreed.
             kept_alive.append((pending, self.full_buffers))
@@ -325,6 +370,18 @@ class Unit:
         else:
             for buffer in buffers:
                 buffer.release()
+
+    def reshard_to_parts(self, late: bool = False) -> None:
+        """Give the full buffers back, but for what this rank keeps for a few."""
+        if self.state is State.UNSHARDED and self.parts is not None:
+            self.parts.keep(self.full_buffers)
+            self.shows_full, self._shown = False, []
+        self.reshard(late)
+
+    def drop_parts(self) -> None:
+        """Forget what a forward has left to a few ranks: parameters may have changed since."""
+        if self.parts is not None:
+            self.parts.drop()
 
     # -- agreeing with other ranks --------------------------------------------------------------
 
@@ -420,6 +477,7 @@ class Unit:
         Returns whether the user replaced anything: full buffers that are filled already lack it.
         """
         replaced = False
+        self.drop_parts()
         for handle in self.handles:
             replaced |= handle.write_back()
         if replaced:
@@ -461,4 +519,7 @@ class Unit:
                 unit._on_gradients(unit, gradients)
 
         shown = [buffer.shown for buffer in self.full_buffers]
-        return track(shown, trainable, self.handles, receive)
+        tracked = track(shown, trainable, self.handles, receive)
+        for buffer, tensors in zip(self.full_buffers, tracked.tensors, strict=True):
+            buffer.follow(tensors)
+        return tracked

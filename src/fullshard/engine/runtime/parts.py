@@ -1,0 +1,80 @@
+"""Full parameters that a forward leaves to a few ranks, each with a part, for the backward.
+
+Between resharding to all ranks and not resharding at all: the few, such as those of one host, take
+memory for one copy of the parameters together, and backward's all-gather stays among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..comm.collectives import Group
+from ..comm.streams import HostStreams
+from ..params.buffers import FullBuffer
+from ..params.row_buffers import RowFullBuffer
+from ..params.row_handle import RowHandle
+from ..params.row_parts import RowPart
+
+
+class FewRanks(NamedTuple):
+    """The ranks that keep full parameters together.
+
+    ``mesh`` has two dimensions: copies of what they keep, and the few themselves.
+    """
+
+    group: Group
+    mesh: Any
+
+
+class Parts:
+    """What this rank keeps of one unit's full parameters between forward and backward."""
+
+    def __init__(self, handles: Sequence[RowHandle], few: FewRanks, streams: HostStreams) -> None:
+        self.group = few.group
+        self._few = few
+        self._handles = handles
+        self._streams = streams
+        #: The parts that hold values now; none while the unit is sharded over all ranks.
+        self.held: list[RowPart] = []
+        self._known: dict[RowHandle, tuple[RowPart, list[nn.Parameter]]] = {}
+        self._written: Any = None
+
+    def keep(self, buffers: Sequence[FullBuffer]) -> None:
+        """Keep this rank's parts of the full parameters in ``buffers``, and show them."""
+        with torch.no_grad():
+            for handle, buffer in zip(self._handles, buffers, strict=True):
+                assert isinstance(buffer, RowFullBuffer)
+                known = self._known.get(handle)
+                if known is None or known[0].full is not buffer:
+                    part = handle.part(buffer, self.group.size, self.group.rank)
+                    known = self._known[handle] = part, handle.shown_part(part, self._few.mesh)
+                known[0].keep()
+                self.held.append(known[0])
+                handle.show(known[1])
+        self._written = self._streams.note_compute()
+
+    def fit(self, buffers: Sequence[FullBuffer]) -> bool:
+        """True if there are parts that fill these buffers; others are dropped."""
+        if self.held and [part.full for part in self.held] != list(buffers):
+            self.drop()
+        return bool(self.held)
+
+    def begin_gather(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What an all-gather over the few ranks is to fill, and with what; on its stream."""
+        self._streams.gather_after(self._written)
+        for part in self.held:
+            part.begin_gather()
+        return [p.gather_output for p in self.held], [p.gather_input for p in self.held]
+
+    def drop(self) -> None:
+        """Forget what is kept, and show the parameters that are sharded over all ranks."""
+        if not self.held:
+            return
+        held, self.held = self.held, []
+        for handle, part in zip(self._handles, held, strict=True):
+            handle.show_sharded()
+            part.release()
