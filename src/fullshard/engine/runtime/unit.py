@@ -280,6 +280,8 @@ class Unit:
             with self.streams.on_gather():
                 self._wait()
                 if self._copies_out:
+                    # Where a unit was that may have been released since the all-gather began.
+                    self.streams.gather_may_write()
                     self._copy_out()
             self.streams.compute_after_gather()
         elif self._all_gathers:
