@@ -195,13 +195,13 @@ class UnshardedUnits:
             plan.releases_late_in_backward if self.in_backward else plan.releases_late_in_forward
         )
 
-    def begin_pass(self) -> None:
-        """Of what was unsharded before, leave what is still right."""
+    def begin_pass(self, leaves_nothing: bool = False) -> None:
+        """Of what was unsharded before, leave what is still right, or nothing."""
         kept, self._kept_versions = self._kept_versions, {}
         changed = bool(kept) and kept != self._versions()
         for unit in self.all():
             residency = self.residencies[unit]
-            stays = residency.serves_next_pass(unit.versions, changed)
+            stays = not leaves_nothing and residency.serves_next_pass(unit.versions, changed)
             if stays and not unit.shows_full:
                 unit.finish_unshard()
                 stays = not unit.write_back()
