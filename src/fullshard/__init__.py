@@ -33,6 +33,7 @@ from .state.optim.methods import optim_state_template
 from .stopping import StopRequest
 
 if TYPE_CHECKING:
+    from .captured.step import CapturedStep, capture
     from .per_parameter.fully_shard import fully_shard
     from .per_parameter.module import FSDPModule, share_comm_ctx
     from .per_parameter.policies import (
@@ -56,6 +57,7 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "CapturedStep",
     "Checkpoint",
     "CheckpointError",
     "DataParallelMeshDims",
@@ -82,6 +84,7 @@ __all__ = [
     "StateDictType",
     "StopRequest",
     "UnshardHandle",
+    "capture",
     "export_safetensors",
     "fully_shard",
     "latest",
@@ -99,6 +102,7 @@ __version__ = "0.1.0.dev0"
 # what is built on them waits until it is used.
 _WHEN_USED = {
     "CPUOffloadPolicy": "per_parameter.policies",
+    "CapturedStep": "captured.step",
     "Checkpoint": "state.checkpoint",
     "CheckpointError": "state.checkpoint",
     "DataParallelMeshDims": "per_parameter.policies",
@@ -106,6 +110,7 @@ _WHEN_USED = {
     "MixedPrecisionPolicy": "per_parameter.policies",
     "OffloadPolicy": "per_parameter.policies",
     "SaveHandle": "state.checkpoint",
+    "capture": "captured.step",
     "export_safetensors": "state.checkpoint.export",
     "fully_shard": "per_parameter.fully_shard",
     "latest": "state.checkpoint",
