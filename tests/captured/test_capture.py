@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests.captured.test_graphs import sharded, wrapped
 from tests.captured.training import (
     LONG,
+    PATIENCE,
     STEPS,
     Block,
     adam,
@@ -39,7 +40,7 @@ def twins(shard: Any = wrapped, **options: Any) -> list[tuple[Any, Any, Any]]:
     return made
 
 
-@ranks(2)
+@ranks(2, timeout=PATIENCE)
 def test_a_captured_step_with_batches_of_two_shapes_equals_eager_steps() -> None:
     for shard in (wrapped, sharded):
         (model, _, step), (twin, _, twin_step) = twins(shard)
@@ -54,7 +55,7 @@ def test_a_captured_step_with_batches_of_two_shapes_equals_eager_steps() -> None
         assert_equal((found, twin), (expected, model), shard.__name__)
 
 
-@ranks(2)
+@ranks(2, timeout=PATIENCE)
 def test_a_step_is_captured_anew_when_what_the_host_looked_at_changes() -> None:
     (model, optimizer, step), (twin, twin_optimizer, twin_step) = twins()
     captured = fullshard.capture(twin_step, batches(1)[0], graphs=3)
@@ -79,7 +80,7 @@ def test_a_step_is_captured_anew_when_what_the_host_looked_at_changes() -> None:
     assert_equal(([], twin), ([], model), "parameters")
 
 
-@ranks(2)
+@ranks(2, timeout=PATIENCE)
 def test_micro_batches_in_calls_of_their_own_accumulate() -> None:
     runs = []
     for captures in (False, True):
@@ -103,7 +104,7 @@ def test_micro_batches_in_calls_of_their_own_accumulate() -> None:
     assert_equal(runs[1], runs[0], "accumulated")
 
 
-@ranks(2)
+@ranks(2, timeout=PATIENCE)
 def test_calls_that_are_all_different_run_eagerly_and_are_told_what_changes() -> None:
     (_, optimizer, step), _ = twins()
     captured = fullshard.capture(step, batches(1)[0])
@@ -119,7 +120,7 @@ def test_calls_that_are_all_different_run_eagerly_and_are_told_what_changes() ->
     assert captured.why_eager is None
 
 
-@ranks(2)
+@ranks(2, timeout=PATIENCE)
 def test_what_cannot_be_captured_runs_eagerly_on_all_ranks_with_one_warning() -> None:
     def waits(model: Any, optimizer: Any, step: Any) -> Any:
         def waiting(batch: Any) -> Any:
@@ -160,7 +161,7 @@ def test_what_cannot_be_captured_runs_eagerly_on_all_ranks_with_one_warning() ->
             assert_equal((found, twin), (expected, model), told)
 
 
-@ranks(2)
+@ranks(2, timeout=PATIENCE)
 def test_blocks_compiled_into_graphs_of_their_own_train_as_eager_ones() -> None:
     data, losses = batches(8), []
     for compiles in (False, True):
@@ -173,7 +174,7 @@ def test_blocks_compiled_into_graphs_of_their_own_train_as_eager_ones() -> None:
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-3)
 
 
-@ranks(2)
+@ranks(2, timeout=PATIENCE)
 def test_a_captured_step_reserves_little_more_than_an_eager_one() -> None:
     def peak(captures: bool) -> int:
         wide = wrapped(nn.Sequential(*[Block(1024) for _ in range(8)]).cuda())

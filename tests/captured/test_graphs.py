@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.captured.training import (
     LONG,
+    PATIENCE,
     STEPS,
     Block,
     adam,
@@ -69,7 +70,7 @@ def train_both_ways(pair: list[Any], case: object, steps: int = STEPS) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@ranks(2)
+@ranks(2, timeout=PATIENCE)
 def test_replays_of_a_whole_step_equal_eager_steps(strategy: str) -> None:
     for original, mixed in itertools.product([True, False], repeat=2):
         precision = LOW if mixed else None
@@ -88,7 +89,7 @@ def test_replays_of_a_whole_step_equal_eager_steps(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-@ranks(4)
+@ranks(4, timeout=PATIENCE)
 def test_replays_of_a_hybrid_step_equal_eager_steps(strategy: str) -> None:
     mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("copies", "shards"))
     pair: list[Any] = []
@@ -101,7 +102,7 @@ def test_replays_of_a_hybrid_step_equal_eager_steps(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("reshards", [True, False])
-@ranks(4)
+@ranks(4, timeout=PATIENCE)
 def test_replays_of_fully_shard_equal_eager_steps(reshards: bool) -> None:
     for mixed in (False, True):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else None
@@ -118,7 +119,7 @@ def test_replays_of_fully_shard_equal_eager_steps(reshards: bool) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@ranks(2)
+@ranks(2, timeout=PATIENCE)
 def test_gradients_are_accumulated_inside_a_graph(strategy: str) -> None:
     for without_sync, original in itertools.product([True, False], repeat=2):
         pair: list[Any] = []
@@ -145,7 +146,7 @@ def test_gradients_are_accumulated_inside_a_graph(strategy: str) -> None:
         train_both_ways(pair, f"without_sync={without_sync} use_orig_params={original}")
 
 
-@ranks(2)
+@ranks(2, timeout=PATIENCE)
 def test_fully_shard_accumulates_gradients_inside_a_graph() -> None:
     for without_sync in (True, False):
         pair: list[Any] = []
@@ -173,7 +174,7 @@ def test_fully_shard_accumulates_gradients_inside_a_graph() -> None:
         train_both_ways(pair, f"without_sync={without_sync}")
 
 
-@ranks(2)
+@ranks(2, timeout=PATIENCE)
 def test_forward_and_backward_alone_are_captured() -> None:
     for original in (True, False):
         data, runs = batches(STEPS), []
@@ -199,7 +200,7 @@ def test_forward_and_backward_alone_are_captured() -> None:
         assert_equal(runs[1], runs[0], f"use_orig_params={original}")
 
 
-@ranks(2)
+@ranks(2, timeout=PATIENCE)
 def test_frozen_groups_and_recomputed_activations_are_captured() -> None:
     def freeze(model: Any) -> Any:
         model.blocks[0].requires_grad_(False)
@@ -216,7 +217,7 @@ def test_frozen_groups_and_recomputed_activations_are_captured() -> None:
             train_both_ways(pair, f"{shard.__name__} recomputes={recomputes} frozen={frozen}")
 
 
-@ranks(2)
+@ranks(2, timeout=PATIENCE)
 def test_eager_steps_state_dicts_and_summoning_between_replays() -> None:
     for shard in (wrapped, sharded):
         data, runs = batches(STEPS), []
@@ -250,7 +251,7 @@ def test_eager_steps_state_dicts_and_summoning_between_replays() -> None:
         assert_equal(runs[1], runs[0], shard.__name__)
 
 
-@ranks(2)
+@ranks(2, timeout=PATIENCE)
 def test_what_cannot_be_captured_says_so_and_trains_on() -> None:
     from torch.distributed.algorithms._comm_hooks import default_hooks
 
@@ -271,7 +272,7 @@ def test_what_cannot_be_captured_says_so_and_trains_on() -> None:
         train_eagerly(step, data)
 
 
-@ranks(2)
+@ranks(2, timeout=PATIENCE)
 def test_training_goes_on_after_a_capture_that_broke() -> None:
     for shard in (wrapped, sharded):
         models = [shard(make_model()) for _ in range(2)]

@@ -25,6 +25,8 @@ over_nccl = pytest.mark.skipif(
 LONG = 50
 STEPS = 20
 WARM_UP = 3
+#: Seconds that a test may take: ranks that share a GPU talk by sockets.
+PATIENCE = 400.0
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
