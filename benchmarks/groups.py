@@ -274,7 +274,9 @@ class _DeviceLine:
     def launch(self, milliseconds: float, trace: list[Callable[[], float]] | None) -> Work:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        timed = trace is not None
+        captured = torch.cuda.is_current_stream_capturing()
+        # The events of a graph tell no times: it is taken to keep to the network.
+        timed = trace is not None and not captured
         begun = torch.cuda.Event(enable_timing=timed)
         over = torch.cuda.Event(enable_timing=timed)
         with self._stream:
@@ -282,7 +284,7 @@ class _DeviceLine:
             self._send(int(milliseconds * self.bytes_per_ms))
             over.record(self._stream)
         if trace is not None:
-            trace.append(lambda: begun.elapsed_time(over))
+            trace.append(lambda: begun.elapsed_time(over) if timed else milliseconds)
         return _Behind(over, self._device)
 
     def _send(self, left: int) -> None:

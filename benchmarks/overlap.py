@@ -10,7 +10,8 @@ the steps that were timed, "ideal ms" the larger of the two. "exposed ms" is the
 compute of the fastest row: that is what the device computes, and what a row's host takes longer is
 not. "ends ms" are the gathers of the root and the first unit and the reduces of the same two, which
 nothing is there to hide: no schedule of these units is faster than "reachable ms", the compute and
-the ends, or the communication if that is more. Rows take turns, round by round.
+the ends, or the communication if that is more. Rows take turns, round by round. With --capture,
+each row is measured as one CUDA graph as well (docs/capture.md), captured anew for each bandwidth.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import gpt
 import groups
 import torch
 from bars import show_table, show_verdicts
-from rows import Setting, Training
+from rows import CapturedTraining, Setting, Training
 from workers import Worker
 
 ROWS = ["FSDP1", "FSDP2", "fullshard"]
@@ -44,6 +45,8 @@ COLUMNS = [
 ]
 #: A difference below this part of a step is noise.
 NOISE = 0.005
+#: How the rows of captured steps are called.
+CAPTURED = " captured"
 
 
 class Contestant:
@@ -58,12 +61,18 @@ class Contestant:
         groups.install(self.group)
         model, batch = gpt.build(size, self.device), gpt.tokens(size, self.device)
         setting = Setting(gpt.Block, getattr(torch, compute))
-        self.training = Training(row, model, batch, setting)
+        captures = row.endswith(CAPTURED)
+        kind = row.removesuffix(CAPTURED)
+        training = Training(kind, model, batch, setting, counts_on_device=captures)
+        self.training = CapturedTraining(training) if captures else training
 
     def warm_up(self, steps: int) -> dict[str, Any]:
         self.group.fill = True
         for _ in range(steps):
             self.training.step()
+        if isinstance(self.training, CapturedTraining):
+            # So that the graphs' own buffers are filled.
+            self.training.capture()
         self.group.fill = False
         self.rest()
         return {}
@@ -77,11 +86,20 @@ class Contestant:
     def turn(self, bandwidth: float | None, steps: int) -> dict[str, float]:
         """Milliseconds per step, and of its collectives, at a bandwidth; None: they are free."""
         self.group.network = self._network(bandwidth)
+        traces: list[list[Callable[[], float]]] = [[] for _ in range(steps)]
+        if isinstance(self.training, CapturedTraining):
+            # A graph has the network of its capture; all its steps are the one that was captured.
+            self.group.trace = traces[0]
+            self.training.capture()
+            self.group.trace = None
+            traces = [traces[0]] * steps
+            of_replays: list[Any] = [None] * steps
+        else:
+            of_replays = [*traces]
         self.training.step()
         self._synchronize()
-        traces: list[list[Callable[[], float]]] = [[] for _ in range(steps)]
         started = time.perf_counter()
-        for self.group.trace in traces:
+        for self.group.trace in of_replays:
             self.training.step()
         self._synchronize()
         elapsed = time.perf_counter() - started
@@ -111,7 +129,8 @@ class Contestant:
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     arguments = (given.case, given.device, given.compute, given.latency)
-    workers = {row: Worker(Contestant, row, *arguments) for row in given.rows}
+    names = [*given.rows, *(row + CAPTURED for row in given.rows if given.capture)]
+    workers = {row: Worker(Contestant, row, *arguments) for row in names}
     skipped: dict[str, str] = {}
 
     def ask(row: str, method: str, *question: Any) -> dict[str, Any]:
@@ -140,7 +159,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     compute = {row: values["step ms"] for (row, network), values in measured.items() if not network}
     tables = {
         network: {
-            row: _values(measured[row, network], compute[row], min(compute.values()))
+            row: _values(measured[row, network], compute[row], _least(compute, row))
             for row in compute
         }
         for network in given.bandwidths
@@ -174,23 +193,33 @@ def _values(measured: dict[str, float], compute: float, least: float) -> dict[st
     }
 
 
+def _least(compute: dict[str, float], row: str) -> float:
+    """The compute of the fastest row, of captured ones or of eager ones."""
+    captured = row.endswith(CAPTURED)
+    return min(ms for other, ms in compute.items() if other.endswith(CAPTURED) == captured)
+
+
 def judge(table: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """fullshard is within 5 % of its ideal, and never more exposed than a peer."""
-    ours = table.get("fullshard")
+    """fullshard is within 5 % of its ideal, and never more exposed than a peer, or captured so."""
+    return [*_judge(table, "fullshard"), *_judge(table, "fullshard" + CAPTURED)]
+
+
+def _judge(table: dict[str, dict[str, float]], our_row: str) -> list[dict[str, Any]]:
+    ours = table.get(our_row)
     if ours is None:
         return []
-    verdicts = [_verdict("step ms", "its ideal", ours["x ideal"], 1.05)]
+    verdicts = [_verdict(our_row, "step ms", "its ideal", ours["x ideal"], 1.05)]
     for row, theirs in table.items():
-        if row != "fullshard":
+        if row != our_row and row.endswith(CAPTURED) == our_row.endswith(CAPTURED):
             noise = NOISE * ours["step ms"]
             ratio = (ours["exposed ms"] - noise) / max(theirs["exposed ms"], noise)
-            verdicts.append(_verdict("exposed ms", row, ratio, 1.0))
+            verdicts.append(_verdict(our_row, "exposed ms", row, ratio, 1.0))
     return verdicts
 
 
-def _verdict(column: str, against: str, ratio: float, limit: float) -> dict[str, Any]:
+def _verdict(our_row: str, column: str, against: str, ratio: float, limit: float) -> dict[str, Any]:
     return {
-        "row": "fullshard",
+        "row": our_row,
         "column": column,
         "against": against,
         "ratio": ratio,
@@ -220,6 +249,7 @@ def main() -> None:
     parser.add_argument("--bandwidths", type=float, nargs="+", default=bandwidths, help="in GB/s")
     parser.add_argument("--latency", type=float, default=20.0, help="of a collective, in us")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
+    parser.add_argument("--capture", action="store_true", help="also measure captured steps")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
     parser.add_argument("--compute", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each row")

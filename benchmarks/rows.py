@@ -151,6 +151,23 @@ def fullshard_hybrid(model: nn.Module, setting: Setting) -> nn.Module:
     return fullshard(model, setting, strategy="HYBRID_SHARD")
 
 
+def fullshard_per_parameter(model: nn.Module, setting: Setting) -> nn.Module:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from fullshard import MixedPrecisionPolicy, fully_shard
+
+    mesh = DeviceMesh.from_group(
+        setting.group or dist.group.WORLD,  # type: ignore[arg-type]
+        next(model.parameters()).device.type,
+    )
+    precision = MixedPrecisionPolicy(**setting.precision)
+    for module in model.modules():
+        if isinstance(module, setting.unit):
+            fully_shard(module, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    return model
+
+
 ROWS: dict[str, Build] = {
     "bare": bare,
     "DDP": data_parallel,
@@ -158,6 +175,7 @@ ROWS: dict[str, Build] = {
     "FSDP2": fsdp2,
     "Megatron-FSDP": megatron_fsdp,
     "fullshard": fullshard,
+    "fullshard fully_shard": fullshard_per_parameter,
     "fullshard SHARD_GRAD_OP": fullshard_grad_op,
     "fullshard HYBRID_SHARD": fullshard_hybrid,
 }
@@ -171,12 +189,21 @@ OPTIMIZERS: dict[str, Callable[[torch.optim.Optimizer], torch.optim.Optimizer]] 
 class Training:
     """One row's model and optimizer; a step is forward, backward, update."""
 
-    def __init__(self, row: str, model: nn.Module, batch: torch.Tensor, setting: Setting) -> None:
+    def __init__(
+        self,
+        row: str,
+        model: nn.Module,
+        batch: torch.Tensor,
+        setting: Setting,
+        counts_on_device: bool = False,
+    ) -> None:
         with warnings.catch_warnings():
             # With one rank, FSDP says that it does not shard; that is what is measured.
             warnings.filterwarnings("ignore", message=".*switching to use `NO_SHARD`")
             self.model = ROWS[row](model, setting)
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-4, fused=True, capturable=counts_on_device
+        )
         self.optimizer = OPTIMIZERS[row](optimizer) if row in OPTIMIZERS else optimizer
         self.batch = batch
 
@@ -186,3 +213,39 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
+
+
+class CapturedTraining:
+    """A :class:`Training` whose step becomes one CUDA graph.
+
+    By ``torch.cuda.graph`` itself, the same for all rows.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._side = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._loss = torch.empty(())
+
+    def step(self) -> torch.Tensor:
+        """An eager step, on the side stream that captures need, or a replay."""
+        if self._graph is not None:
+            self._graph.replay()
+            return self._loss
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            loss = self._training.step()
+        torch.cuda.current_stream().wait_stream(self._side)
+        return loss
+
+    def capture(self) -> None:
+        """Replay from now on; captured again, the graph has the memory of the one before."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, self._pool, self._side):
+            self._loss = self._training.step()
+        graph.replay()
+        torch.cuda.synchronize()
+        self._graph = graph
+        torch.cuda.empty_cache()

@@ -4,6 +4,10 @@ FSDP1 and FSDP2, Megatron-FSDP (where it is installed) and fullshard.
     PYTHONPATH=src python3 benchmarks/step.py --json step.json
     PYTHONPATH=src python3 benchmarks/step.py --cases 1.34B@8 184M@64 --rows bare FSDP2 fullshard
 
+    PYTHONPATH=src python3 benchmarks/step.py --capture
+
+With --capture, each row is measured twice, eagerly and as one CUDA graph (see docs/capture.md).
+
 A case is a model and a number of ranks, of which this process plays one over a process group
 whose collectives return at once (groups.py); with one rank the group is a real one (NCCL, gloo).
 bf16 compute, fp32 shards and reduction, fused AdamW. Each row lives in a process of its own,
@@ -27,6 +31,7 @@ from typing import Any
 
 import gpt
 import groups
+import llama
 import torch
 from bars import (
     Bar,
@@ -39,11 +44,15 @@ from bars import (
     show_table,
     show_verdicts,
 )
-from rows import Setting, Training
+from rows import CapturedTraining, Setting, Training
+from torch import nn
 from workers import Worker
 
 PEERS = ("FSDP1", "FSDP2")
 ROWS = ["bare", "FSDP1", "FSDP2", "Megatron-FSDP", "fullshard"]
+#: What is compared with --capture, and how the rows of captured steps are called.
+ROWS_TO_CAPTURE = ["bare", "FSDP2", "fullshard", "fullshard fully_shard"]
+CAPTURED = " captured"
 COLUMNS = ["step ms", "host ms", "allocated GiB", "reserved GiB", "collectives"]
 MEMORY = (
     at_most(1.0, *PEERS, column="allocated GiB"),
@@ -58,7 +67,27 @@ BARS: dict[str, tuple[Bar, ...]] = {
     "toy@8": (at_most(0.95, "bare"), *MEMORY),
     "toy@1": (at_most(1.15, "bare"), *MEMORY),
 }
+#: With --capture, each for both of our rows.
+CAPTURED_LIMITS: dict[str, dict[str, float]] = {
+    "184M@64": {"bare": 1.20, "FSDP2": 0.95},
+    "1.34B@8": {"bare": 0.95, "FSDP2": 1.0},
+    "llama@8": {"bare": 1.0},
+}
+#: What a captured step may reserve of an eager one's peak.
+CAPTURED_MEMORY = 1.10
 GIB = 2**30
+
+
+def captured_bars(case: str) -> tuple[Bar, ...]:
+    bars: list[Bar] = []
+    for row in ("fullshard", "fullshard fully_shard"):
+        for other, limit in CAPTURED_LIMITS.get(case, {}).items():
+            bars.append(Bar("step ms", limit, (other + CAPTURED,), row + CAPTURED))
+        bars.append(Bar("reserved GiB", CAPTURED_MEMORY, (row,), row + CAPTURED))
+    if case == "184M@64":
+        bars.append(at_most(1.30, "bare"))
+    bars.append(Bar("step ms", 1.08, ("fullshard",), "fullshard fully_shard"))
+    return tuple(bars)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +100,17 @@ class Task:
     compute: str
     steps: int
     warmup: int
+    #: Whether rows are captured beside their eager ones; then all count steps on the device.
+    capture: bool
+
+    @property
+    def is_captured(self) -> bool:
+        return self.row.endswith(CAPTURED)
+
+    @property
+    def kind(self) -> str:
+        """How rows.py calls the row."""
+        return self.row.removesuffix(CAPTURED)
 
     @property
     def size(self) -> gpt.Size:
@@ -92,12 +132,14 @@ class Contestant:
             groups.install_alone(self.device)
         else:
             groups.install(self.group)
-        model = gpt.build(task.size, self.device)
+        model, unit, batch = _subject(task.case.split("@")[0], self.device)
         self.parameters = sum(p.numel() for p in model.parameters())
-        batch = gpt.tokens(task.size, self.device)
         started = time.perf_counter()
-        setting = Setting(gpt.Block, getattr(torch, task.compute))
-        self.training = Training(task.row, model, batch, setting)
+        setting = Setting(unit, getattr(torch, task.compute))
+        training = Training(task.kind, model, batch, setting, counts_on_device=task.capture)
+        self.training: Training | CapturedTraining = training
+        if task.is_captured:
+            self.training = CapturedTraining(training)
         self._synchronize()
         self.setup = time.perf_counter() - started
         del model
@@ -106,9 +148,14 @@ class Contestant:
         if self.group is not None:
             self.group.fill = True
         losses = [float(self.training.step()) for _ in range(self.task.warmup)]
+        counted = self._collectives()
+        if isinstance(self.training, CapturedTraining):
+            # Once with what fills buffers, which are the graph's own, and then without.
+            self.training.capture()
         if self.group is not None:
             self.group.fill = False
-        counted = self._collectives()
+        if isinstance(self.training, CapturedTraining):
+            self.training.capture()
         self.rest()
         return {
             "parameters": self.parameters,
@@ -166,14 +213,21 @@ class Contestant:
             torch.cuda.synchronize()
 
 
+def _subject(name: str, device: torch.device) -> tuple[nn.Module, type[nn.Module], torch.Tensor]:
+    """A model that returns its loss, the class of its units, and a batch."""
+    if name == "llama":
+        return llama.build(device), llama.unit(), llama.tokens(device)
+    size = gpt.SIZES[name]
+    return gpt.build(size, device), gpt.Block, gpt.tokens(size, device)
+
+
 def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
     """All rows of one case, in turns."""
-    rows = {
-        name: Worker(
-            Contestant, Task(name, case, given.device, given.compute, given.steps, given.warmup)
-        )
-        for name in given.rows
-    }
+    names = given.rows
+    if given.capture:
+        names = [name for row in names for name in (row, row + CAPTURED)]
+    facts = (case, given.device, given.compute, given.steps, given.warmup, given.capture)
+    rows = {name: Worker(Contestant, Task(name, *facts)) for name in names}
     table: dict[str, dict[str, Any]] = {}
     skipped: dict[str, str] = {}
     for name, row in rows.items():
@@ -195,7 +249,12 @@ def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
         rows[name].close()
     for values in table.values():
         values.update(_summary(values["rounds"]))
-    return {"case": case, "rows": table, "skipped": skipped, "bars": _judge(case, table)}
+    return {
+        "case": case,
+        "rows": table,
+        "skipped": skipped,
+        "bars": _judge(case, table, given.capture),
+    }
 
 
 def _summary(rounds: list[dict[str, float | None]]) -> dict[str, float | None]:
@@ -213,8 +272,11 @@ def _compare(row: Row, other: Row, column: str) -> float:
     return compare(row, other, column)
 
 
-def _judge(case: str, table: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    verdicts = judge(BARS.get(case, MEMORY), table, _compare)
+def _judge(
+    case: str, table: dict[str, dict[str, Any]], captures: bool = False
+) -> list[dict[str, Any]]:
+    bars = captured_bars(case) if captures else BARS.get(case, MEMORY)
+    verdicts = judge(bars, table, _compare)
     if case.endswith("@1") and "fullshard" in table:
         count = table["fullshard"]["collectives"]
         verdicts.append(
@@ -233,7 +295,8 @@ def _judge(case: str, table: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 def show(result: dict[str, Any]) -> None:
     name, ranks = result["case"].split("@")
     parameters = max((row["parameters"] for row in result["rows"].values()), default=0)
-    print(f"\n{name} ({gpt.SIZES[name]}; {parameters / 1e6:,.1f} M parameters), {ranks} ranks")
+    size = llama.SIZE if name == "llama" else gpt.SIZES[name]
+    print(f"\n{name} ({size}; {parameters / 1e6:,.1f} M parameters), {ranks} ranks")
     if result["rows"]:
         show_table(COLUMNS, result["rows"])
     for row, reason in result["skipped"].items():
@@ -247,8 +310,9 @@ def main() -> None:
     )
     cuda = torch.cuda.is_available()
     cases = ["1.34B@8", "1.34B@64", "184M@64", "3.5B@64", "1.34B@1"] if cuda else ["toy@8", "toy@1"]
-    parser.add_argument("--cases", nargs="+", default=cases, metavar="MODEL@RANKS")
-    parser.add_argument("--rows", nargs="+", default=ROWS, choices=ROWS)
+    parser.add_argument("--cases", nargs="+", metavar="MODEL@RANKS", help=f"default: {cases}")
+    parser.add_argument("--rows", nargs="+", choices=[*ROWS, "fullshard fully_shard"])
+    parser.add_argument("--capture", action="store_true", help="also measure captured steps")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
     parser.add_argument("--compute", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=12, help="turns of each row")
@@ -256,6 +320,8 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3, help="steps before the first turn")
     parser.add_argument("--json", type=Path, help="write the results to this file, too")
     given = parser.parse_args()
+    given.cases = given.cases or ([*CAPTURED_LIMITS] if given.capture else cases)
+    given.rows = given.rows or (ROWS_TO_CAPTURE if given.capture else ROWS)
     device = torch.cuda.get_device_name() if given.device == "cuda" else "CPU, one thread"
     print(f"{device}, torch {torch.__version__}; {given.rounds} rounds of {given.steps} steps")
     results = []

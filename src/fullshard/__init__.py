@@ -33,6 +33,7 @@ from .state.optim.methods import optim_state_template
 from .stopping import StopRequest
 
 if TYPE_CHECKING:
+    from .captured.step import CapturedStep, capture
     from .per_parameter.fully_shard import fully_shard
     from .per_parameter.module import FSDPModule, ReplicateModule, share_comm_ctx
     from .per_parameter.policies import (
@@ -57,6 +58,7 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "CapturedStep",
     "Checkpoint",
     "CheckpointError",
     "DataParallelMeshDims",
@@ -84,6 +86,7 @@ __all__ = [
     "StateDictType",
     "StopRequest",
     "UnshardHandle",
+    "capture",
     "export_safetensors",
     "fully_shard",
     "latest",
@@ -102,6 +105,7 @@ __version__ = "0.1.0.dev0"
 # what is built on them waits until it is used.
 _WHEN_USED = {
     "CPUOffloadPolicy": "per_parameter.policies",
+    "CapturedStep": "captured.step",
     "Checkpoint": "state.checkpoint",
     "CheckpointError": "state.checkpoint",
     "DataParallelMeshDims": "per_parameter.policies",
@@ -110,6 +114,7 @@ _WHEN_USED = {
     "OffloadPolicy": "per_parameter.policies",
     "ReplicateModule": "per_parameter.module",
     "SaveHandle": "state.checkpoint",
+    "capture": "captured.step",
     "export_safetensors": "state.checkpoint.export",
     "fully_shard": "per_parameter.fully_shard",
     "latest": "state.checkpoint",

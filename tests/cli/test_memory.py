@@ -18,7 +18,7 @@ from fullshard.cli.planner.activations import record_step, scratch_bytes
 from fullshard.cli.planner.measure import bytes_of, watch_step
 from fullshard.cli.planner.memory import Event, Facts, Moment, UnitSizes, predict
 from fullshard.cli.planner.prediction import gpt_subject, predict_memory
-from fullshard.cli.trainer.training import build_model, run_step
+from fullshard.cli.trainer.training import batches_of_step, build_model, make_step
 from fullshard.engine.runtime.policy import Policy, UnitOptions, policy_for
 from fullshard.testing import device, run_on_ranks
 
@@ -207,14 +207,15 @@ def measure(options: Options) -> int:
     text = Text(bytes(range(256)) * 16, "all bytes")
     model = build_model(options, device())
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    run_step = make_step(model, optimizer, options)
     for step in (1, 2):
-        run_step(model, optimizer, text, options, step, device())
+        run_step(batches_of_step(text, options, step, device()))
     peaks = []
     # Threads of gloo may hold memory for a moment longer: the least of three steps counts.
     for step in (3, 4, 5):
         state = [t for entry in optimizer.state.values() for t in entry.values()]
         with watch_step(device(), [*model.parameters(), *state]) as measured:
-            run_step(model, optimizer, text, options, step, device())
+            run_step(batches_of_step(text, options, step, device()))
         assert measured.peak is not None
         peaks.append(measured.peak)
     return min(peaks)
@@ -294,10 +295,11 @@ def count_tensors(options: Options) -> int:
     text = Text(bytes(range(256)) * 16, "all bytes")
     model = build_model(options, CPU)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    run_step(model, optimizer, text, options, 1, CPU)
+    run_step = make_step(model, optimizer, options)
+    run_step(batches_of_step(text, options, 1, CPU))
     state = [t for entry in optimizer.state.values() for t in entry.values()]
     with LiveTensors([*model.parameters(), *state], ignored=text.bytes) as alive:
-        run_step(model, optimizer, text, options, 2, CPU)
+        run_step(batches_of_step(text, options, 2, CPU))
     return alive.peak
 
 

@@ -416,6 +416,7 @@ def test_a_resumed_run_on_other_ranks_goes_on_as_it_would_have(
         {"accumulate": 2},
         {"wrap": "size=1000"},
         {"wrap": "none", "offload": True},
+        {"capture": True},
     ],
     ids=str,
 )

@@ -112,6 +112,10 @@ class Options:
         False, "Recompute the activations of each unit in backward.", planned=True
     )
 
+    capture: bool = _sharding(
+        False, "Run steps as a CUDA graph, with one launch each; for small models on GPUs."
+    )
+
     log_every: int = _folder(10, "Steps between lines of metrics.", minimum=1)
     save_every: int = _folder(100, "Steps between checkpoints; 0: only at the end.", minimum=0)
     keep: int = _folder(2, "Number of checkpoints to keep.", minimum=1)

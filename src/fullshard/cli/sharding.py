@@ -65,4 +65,7 @@ def checkpoint_units(model: nn.Module, policy: Policy | None) -> None:
     """Apply activation checkpointing to every module that will become a unit."""
     for decision in decide(model, policy).decisions:
         module = decision.module
-        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+        # A captured step cannot keep the state of random numbers, of which no preset uses any.
+        module.forward = functools.partial(
+            checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False
+        )

@@ -76,6 +76,9 @@ class Reporter:
     def saved(self, step: int) -> None:
         """Report a saved checkpoint."""
 
+    def runs_eagerly(self, reason: str) -> None:
+        """Report why steps are not captured, though that was asked for."""
+
     def stopped(self, step: int) -> None:
         """Report that the run stops before its last step."""
 
@@ -152,6 +155,9 @@ class LineReporter(Reporter):
 
     def saved(self, step: int) -> None:
         self.write(f"saved step {step} in {self.folder.checkpoints}")
+
+    def runs_eagerly(self, reason: str) -> None:
+        self.write(f"not captured, steps run eagerly: {reason}")
 
     def _is_logged(self, step: int) -> bool:
         return step % self.options.log_every == 0 or step in (1, self.options.steps)
@@ -238,6 +244,7 @@ def _in_words(options: Options, ranks: int, units: Description) -> dict[str, str
     how = [options.strategy, options.precision]
     how += ["offload"] if options.offload else []
     how += ["activation checkpointing"] if options.checkpoint_activations else []
+    how += ["captured steps"] if options.capture else []
     passes = f", {options.accumulate} backward passes each" if options.accumulate > 1 else ""
     return {
         "model": f"GPT of {units.elements:,} parameters: {counted(size.layers, 'layer')}, "

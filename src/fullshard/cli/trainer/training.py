@@ -42,6 +42,9 @@ __all__ = ["start_rank", "train"]
 _MEASURED_STEP = 3
 _PROMPT = b"def "
 
+#: Runs one step on micro-batches; returns this rank's loss and the norm of all gradients.
+Step = Callable[[list[torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
+
 
 def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) -> None:
     """Train, save and sample. All ranks call this, with equal arguments, in a process group."""
@@ -54,6 +57,7 @@ def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) 
         model.parameters(), betas=(0.9, 0.95), weight_decay=options.weight_decay, fused=True
     )
     done = load(folder, model, optimizer) if resume else 0
+    keep_numbers_on_gpu(optimizer, options.capture and device.type == "cuda", device)
 
     reporter = reporter_for(rank, options, folder)
     if rank == 0:
@@ -65,17 +69,28 @@ def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) 
         memory_of_step = predict_memory(subject, options, ranks, device)
         reporter.introduce(text, ranks, resumption, *memory_of_step)
 
+    run_step = make_step(model, optimizer, options)
+    captured: fullshard.CapturedStep[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None
+    captured = None
+    if options.capture:
+        captured = fullshard.capture(run_step, batches_of_step(text, options, done + 1, device))
+        # The reporter says it.
+        warnings.filterwarnings("ignore", message="This step is not captured")
     step = done
     memory: int | None = None
     with reporter:
         for step in range(done + 1, options.steps + 1):
             started = time.perf_counter()
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(options, step)
+            set_learning_rate(optimizer, learning_rate(options, step))
 
             with measured_step(model, optimizer, device, step - done) as measured:
-                own_loss, norm = run_step(model, optimizer, text, options, step, device)
+                batches = batches_of_step(text, options, step, device)
+                own_loss, own_norm = (captured or run_step)(batches)
+                norm = own_norm.item()
 
+            if captured is not None and captured.why_eager is not None:
+                reporter.runs_eagerly(captured.why_eager)
+                captured = None
             loss, stopping = reduce_loss_and_stop(own_loss, stop, device)
             if measured.peak is not None:
                 memory = largest_of_ranks(measured.peak, device)
@@ -120,6 +135,28 @@ def build_model(options: Options, device: torch.device) -> FullyShardedDataParal
     )
 
 
+def keep_numbers_on_gpu(
+    optimizer: torch.optim.Optimizer, captures: bool, device: torch.device
+) -> None:
+    """For captured steps, have the learning rate and the count of steps on the GPU, or not.
+
+    After a checkpoint was loaded: its run may have been captured, and this one not, or vice versa.
+    """
+    for group in optimizer.param_groups:
+        rate = float(group["lr"])
+        group["lr"] = torch.tensor(rate, device=device) if captures else rate
+        group["capturable"] = captures
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate; one that is a tensor is filled, since a graph reads its memory."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
 def materializer(model: nn.Module, seed: int, device: torch.device) -> Callable[[nn.Module], None]:
     """Return a function that allocates and initialises a module's own parameters.
 
@@ -136,32 +173,40 @@ def materializer(model: nn.Module, seed: int, device: torch.device) -> Callable[
     return materialize
 
 
-def run_step(
-    model: FullyShardedDataParallel,
-    optimizer: torch.optim.Optimizer,
-    text: Text,
-    options: Options,
-    step: int,
-    device: torch.device,
-) -> tuple[torch.Tensor, float]:
-    """Run one step on this rank's part of the batch.
+def make_step(
+    model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, options: Options
+) -> Step:
+    """Return a function that runs one step on the micro-batches of this rank.
 
-    Returns this rank's loss and the norm of the whole model's gradients.
+    It returns this rank's loss and the norm of the whole model's gradients, and leaves all waiting
+    for the device to the caller: that is what can be captured in a CUDA graph.
     """
+
+    def run_step(batches: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        total = torch.zeros((), device=batches[0].device)
+        for tokens in batches:
+            loss = next_token_loss(model, tokens) / len(batches)
+            # Reduced after every pass, without no_sync: gradient shards take less memory.
+            loss.backward()
+            total += loss.detach()
+        norm = model.clip_grad_norm_(options.clip or math.inf)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total, norm
+
+    return run_step
+
+
+def batches_of_step(
+    text: Text, options: Options, step: int, device: torch.device
+) -> list[torch.Tensor]:
+    """Return this rank's part of a step's batch, one tensor for each pass."""
     passes = options.accumulate
     size = options.batch // (dist.get_world_size() * passes)
     first = dist.get_rank() * size * passes
-    total = torch.zeros((), device=device)
-    for start in range(first, first + size * passes, size):
-        tokens = text.batch(options.seed, step, range(start, start + size), options.sequence)
-        loss = next_token_loss(model, tokens.to(device)) / passes
-        # Reduced after every pass, without no_sync: gradient shards take less memory.
-        loss.backward()
-        total += loss.detach()
-    norm = model.clip_grad_norm_(options.clip or math.inf)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return total, norm.item()
+    ranges = [range(start, start + size) for start in range(first, first + size * passes, size)]
+    found = (text.batch(options.seed, step, each, options.sequence) for each in ranges)
+    return [tokens.to(device) for tokens in found]
 
 
 def reduce_loss_and_stop(

@@ -18,6 +18,14 @@ Note: memory and streams
     being reduced, because the activations of nearly all units are still there. A reduce that is one
     collective has a stream of its own in the backend (NCCL's stream); the reduce stream here is for
     those that consist of several steps.
+
+Note: captured passes
+    In a CUDA graph's capture a stream may wait only for what was captured with it, and afterwards
+    nothing may wait for what was. So a captured pass, or backward, begins with both other streams
+    ordered behind compute and no event of before, and ends with compute behind both and no event
+    left. Within it everything is ordered as always. Blocks that ``record_stream`` marks could not
+    be used again before the capture ends; there, memory is given back as with
+    ``limit_all_gathers``, which orders streams instead: the host of a graph runs ahead of nothing.
 """
 
 from __future__ import annotations
@@ -53,6 +61,10 @@ class HostStreams:
 
     #: Whether work handed to a stream may still be running when the call returns.
     runs_ahead = False
+    #: Whether the pass that runs, or ran last, is captured in a graph.
+    capturing = False
+    #: Whether that capture broke: nothing that it was given will run, or can be waited for.
+    capture_is_lost = False
     _nothing = contextlib.nullcontext()
 
     def __init__(self, device: torch.device) -> None:
@@ -99,7 +111,10 @@ class HostStreams:
         """Order compute behind everything the reduce stream has been given."""
 
     def release_after_reduces(self, buffer: Releasable) -> None:
-        """Release what the reduce stream reads, for whoever asks for memory when it has."""
+        """Release what the reduce stream reads, for whoever asks for memory when it has.
+
+        In a capture this is left to who releases it after the reduce.
+        """
         buffer.release()
 
     def host_after_gathers(self) -> None:
@@ -131,6 +146,22 @@ class HostStreams:
     def settle(self) -> None:
         """Carry out every release that is still owed."""
 
+    def begin_pass(self) -> None:
+        """A pass begins, which may be captured in a graph: see the note."""
+
+    def begin_backward(self) -> None:
+        """A backward begins; raises if it is captured, and its forward was not, or vice versa."""
+
+    def end_pass(self) -> None:
+        """A pass, or a backward, has ended: a captured one leaves nothing on other streams."""
+
+    def lose_capture(self) -> None:
+        """A captured pass raised: order nothing until the next one begins."""
+
+    def number(self) -> int | None:
+        """What tells the user's current stream from others."""
+        return None
+
 
 class AcceleratorStreams(HostStreams):
     """Three streams of one accelerator, ordered by events."""
@@ -141,7 +172,10 @@ class AcceleratorStreams(HostStreams):
         super().__init__(device)
         module = torch.get_device_module(device)
         self._current_stream: Callable[[torch.device], Any] = module.current_stream
-        self._current_number = _stream_number(device)
+        self.number = self._current_number = _stream_number(device)  # type: ignore[method-assign]
+        self._is_capturing: Callable[[], bool] = getattr(
+            module, "is_current_stream_capturing", _never
+        )
         self._known: tuple[int | None, Any] = (None, None)
         # High priority: communication should start the moment its input is ready.
         self._gather = module.Stream(device, priority=-1)
@@ -153,8 +187,58 @@ class AcceleratorStreams(HostStreams):
         # Events are used again, which takes half as long as new ones: what was made to wait for one
         # waits for what it said then. One is enough for streams that are ordered at once; what a
         # gather will wait for later may have to be kept beside what it waits for now.
-        self._event = module.Event()
-        self._kept_events = [module.Event(), module.Event()]
+        self._make_event: Callable[[], Any] = module.Event
+        self._make_events()
+
+    def _make_events(self) -> None:
+        self._event = self._make_event()
+        self._kept_events = [self._make_event(), self._make_event()]
+
+    def begin_pass(self) -> None:
+        capturing = self._is_capturing()
+        if capturing or self.capturing:
+            self._forget_events()
+            self.capturing = capturing
+        if capturing:
+            self._fork()
+
+    def begin_backward(self) -> None:
+        capturing = self._is_capturing()
+        if capturing is not self.capturing:
+            inside, outside = ("backward", "forward") if capturing else ("forward", "backward")
+            raise RuntimeError(
+                f"A {inside} is captured in a CUDA graph and its {outside} is not: capture both, "
+                "or the whole step"
+            )
+        if capturing:
+            self._fork()
+
+    def _fork(self) -> None:
+        compute = self._compute()
+        self._order(self._gather, compute)
+        self._order(self._reduce, compute)
+
+    def end_pass(self) -> None:
+        self.settle()
+        if self.capturing:
+            self._reusable_after = None
+            compute = self._compute()
+            self._order(compute, self._gather)
+            self._order(compute, self._reduce)
+
+    def lose_capture(self) -> None:
+        if self.capturing:
+            self.capture_is_lost = True
+            self._reusable_after = None
+            self._event = _NO_EVENT
+            self._kept_events = [_NO_EVENT, _NO_EVENT]
+
+    def _forget_events(self) -> None:
+        """Let nothing be ordered behind what another graph captured, or no graph did."""
+        self.settle()
+        self._reusable_after = None
+        self.capture_is_lost = False
+        self._make_events()
 
     def on_gather(self) -> contextlib.AbstractContextManager[Any]:
         return self._gather
@@ -182,6 +266,8 @@ class AcceleratorStreams(HostStreams):
             self._reusable_after = None
 
     def gather_after_compute(self) -> None:
+        if self.capture_is_lost and not self._is_capturing():
+            self.begin_pass()
         self._order(self._gather, self._compute())
 
     def note_compute(self) -> Any:
@@ -208,8 +294,9 @@ class AcceleratorStreams(HostStreams):
         self._order(self._compute(), self._reduce)
 
     def release_after_reduces(self, buffer: Releasable) -> None:
-        buffer.flat.record_stream(self._reduce)
-        buffer.release()
+        if not self.capturing:
+            buffer.flat.record_stream(self._reduce)
+            buffer.release()
 
     def host_after_gathers(self) -> None:
         self._gather.synchronize()
@@ -260,7 +347,7 @@ class AcceleratorStreams(HostStreams):
 
     def give_back(self, buffers: Sequence[Releasable], late: bool, limited: bool) -> None:
         compute = self._compute()
-        if not limited:
+        if not (limited or self.capturing):
             for buffer in buffers:
                 buffer.flat.record_stream(compute)
                 buffer.release()
@@ -288,6 +375,23 @@ class AcceleratorStreams(HostStreams):
         self._reusable_after = after
         for buffer in buffers:
             buffer.release()
+
+
+class _NoEvent:
+    """Stands in for events of a capture that broke."""
+
+    def record(self, stream: Any) -> None:
+        """Nothing that is given to the stream will run."""
+
+    def wait(self, stream: Any) -> None:
+        """There is nothing to wait for."""
+
+
+_NO_EVENT = _NoEvent()
+
+
+def _never() -> bool:
+    return False
 
 
 def _stream_number(device: torch.device) -> Callable[[], int | None]:

@@ -258,8 +258,25 @@ def settle(undecided: Sequence[PossiblyUnused]) -> None:
         return
     parts = [as_real(maybe.witness) for maybe in undecided]
     absent = torch.stack([(part.signbit() & (part == 0)).all() for part in parts])
-    answers = zip(undecided, absent.tolist(), strict=True)
+    answers = [*zip(undecided, absent.tolist(), strict=True)]
+    for maybe, is_absent in answers:
+        maybe.handle.remember_absent(maybe.slot, is_absent)
     accept([maybe for maybe, is_absent in answers if not is_absent])
+
+
+def settle_as_before(undecided: Sequence[PossiblyUnused]) -> None:
+    """Likewise, by what the last steps found: a capture cannot wait for the device to tell.
+
+    A graph repeats the step that was captured, and so do those of the other ranks.
+    """
+    for handle, slot, *_ in undecided:
+        if handle.was_absent(slot) is None:
+            raise RuntimeError(
+                f"Parameter {handle.places[slot][0].path!r} got no gradient on this rank in a "
+                "backward that is captured in a CUDA graph, and whether another rank has one is "
+                "known only to the device: run the same step at least once before it is captured"
+            )
+    accept([maybe for maybe in undecided if not maybe.handle.was_absent(maybe.slot)])
 
 
 def accept(found: Sequence[PossiblyUnused]) -> None:

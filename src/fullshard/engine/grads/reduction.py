@@ -334,7 +334,9 @@ class Reduction:
         if self._reducing:
             self.free_buffers()
         undecided, self._undecided = self._undecided, []
-        if undecided:
+        if undecided and self._unit.streams.capturing:
+            flow.settle_as_before(undecided)
+        elif undecided:
             flow.settle(undecided)
 
     def take_ballots(self) -> list[Ballot]:
@@ -347,7 +349,8 @@ class Reduction:
         in_flight, self._in_flight = self._in_flight, []
         for reducing in in_flight:
             try:
-                reducing.await_sum()
+                if not self._unit.streams.capture_is_lost:
+                    reducing.await_sum()
             except BaseException:
                 # The collective may still touch this memory: let it go unfreed.
                 kept_alive.append(reducing)

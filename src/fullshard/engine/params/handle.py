@@ -151,6 +151,9 @@ class FlatParamHandle:
         #: Bound once: the step's path calls no Python here.
         self.receive = self._received.extend
         self.forget_received = self._received.clear
+        #: Whether no rank had a gradient of a parameter, by its place among ``params``, when that
+        #: was asked last.
+        self._absent: dict[int, bool] = {}
 
     def _describe(self, reference: HandleReference) -> None:
         flat: Any = self.flat_param
@@ -428,6 +431,14 @@ class FlatParamHandle:
         """The parameters that the running backward has put gradients on, each once."""
         return list(dict.fromkeys(self._received))
 
+    def remember_absent(self, slot: int, is_absent: bool) -> None:
+        """Note whether no rank had a gradient of a parameter of which this rank had none."""
+        self._absent[slot] = is_absent
+
+    def was_absent(self, slot: int) -> bool | None:
+        """What was noted last; None if nothing was."""
+        return self._absent.get(slot)
+
     def show_local_gradients(self, shown: bool) -> None:
         """Let the user see unreduced gradients from now on, or reduced ones again."""
         self.local_gradients = shown
@@ -460,7 +471,8 @@ class FlatParamHandle:
         """The handle's state, without the views and buffers that follow from it."""
         buffers = {"full_buffers", "reduce_buffers", "_presence"}
         views = {"sharded", "_containers", "_keys", "_visible", "versioned", "_expected"}
-        derived = {*buffers, *views, "_received", "receive", "forget_received"}
+        noted = {"_received", "receive", "forget_received", "_absent"}
+        derived = {*buffers, *views, *noted}
         return {key: value for key, value in self.__dict__.items() if key not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -188,6 +188,7 @@ class _Cut:
             self.places = [columns]
         else:
             whole = shape[0] // chunk.size if chunk.size else 0
+            self._whole = whole
             self._whole_rows = whole * chunk.size
             rest = math.prod(shape) - whole * chunk.numel
             self.places = [columns[:whole]]
@@ -204,7 +205,7 @@ class _Cut:
             return [apart.movedim(self._dim, 0)]
         if self._is_even:
             return [gradient.reshape(self._ranks, self._columns)]
-        whole = gradient[: self._whole_rows].reshape(len(self.places[0]), self._columns)
+        whole = gradient[: self._whole_rows].reshape(self._whole, self._columns)
         if len(self.places) == 1:
             return [whole]
         return [whole, gradient[self._whole_rows :].reshape(-1)]

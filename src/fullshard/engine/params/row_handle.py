@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -75,6 +76,18 @@ class RowSharding:
         )
 
 
+@functools.cache
+def _maker_of_dtensors() -> Callable[..., Any]:
+    """What makes a DTensor of a local part and a spec.
+
+    Without the function around it that keeps Dynamo out, as the engine does anyway: for a gradient
+    per parameter and step it takes twice as long as all the rest.
+    """
+    # Not imported with this file: who does not use DTensors is spared the second it takes.
+    kind: Any = importlib.import_module("torch.distributed.tensor").DTensor
+    return functools.partial(inspect.unwrap(kind.__new__), kind)
+
+
 class RowHandle(FlatParamHandle):
     """Owns the memory of one group of parameters that are sharded by rows.
 
@@ -131,8 +144,15 @@ class RowHandle(FlatParamHandle):
             self.layout.chunk_shape(index, self.rank) for index in range(len(self.layout.slots))
         ]
         self._sizes, self._positions = self._cuts()
-        # Not imported with this file: who does not use DTensors is spared the second it takes.
-        self._dtensor: Any = importlib.import_module("torch.distributed.tensor").DTensor
+        #: For each parameter, its part of what :attr:`_sizes` cut; and its shape, unless it is one
+        #: dimension, as the part is.
+        self._parts = [
+            (index, at, shape if len(shape) != 1 else None)
+            for index, (at, shape) in enumerate(
+                zip(self._positions, self._chunk_shapes, strict=True)
+            )
+        ]
+        self._dtensor = _maker_of_dtensors()
         self._shard_originals(params)
 
     def _cuts(self) -> tuple[list[int], list[int]]:
@@ -361,8 +381,10 @@ class RowHandle(FlatParamHandle):
     def cut(self, flat: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """A shard cut along the parameters: pairs of parameter index and this rank's rows."""
         parts = flat.split_with_sizes(self._sizes)
-        triples = zip(self._positions, self._chunk_shapes, strict=True)
-        return [(index, parts[at].view(shape)) for index, (at, shape) in enumerate(triples)]
+        return [
+            (index, parts[at] if shape is None else parts[at].view(shape))
+            for index, at, shape in self._parts
+        ]
 
     def witness(self, reduced: torch.Tensor, index: int, piece: torch.Tensor) -> torch.Tensor:
         chunk = self.layout.chunks[index]

@@ -52,7 +52,9 @@ class ParameterNode:
 
     def __init__(self, views: Sequence[torch.Tensor], receiver: Receiver) -> None:
         with torch.inference_mode(False), torch.enable_grad():
-            anchor = torch.empty(0, requires_grad=True)
+            # On the device: the leaf that autograd comes to then has a stream, and autograd has
+            # callbacks at the end of a backward run on the stream of whoever called it.
+            anchor = torch.empty(0, requires_grad=True, device=views[0].device)
             self.outputs: tuple[torch.Tensor, ...] = _HandOut.apply(anchor, views, receiver)
         node = self.outputs[0].grad_fn
         assert node is not None

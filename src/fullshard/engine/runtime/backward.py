@@ -172,6 +172,7 @@ class Backward:
 
     def _begin(self) -> None:
         refuse_compiled_backward()
+        self._streams.begin_backward()
         self._unsharded.begin_backward()
         self._since_pass = True
         self._creates_graph = torch.is_grad_enabled()
@@ -258,9 +259,7 @@ class Backward:
             # Gradients that are differentiated again reach the parameters by ways of their own.
             residency.pin()
             unit.show_sharded()
-        elif unit.stays_after_backward or (
-            not unit.syncs_gradients and unit.options.keeps_full_after_forward
-        ):
+        elif unit.stays_between_passes and not self._streams.capturing:
             residency.keep()
             unit.show_sharded()
         else:
@@ -395,6 +394,7 @@ class Backward:
         with self._breaking_off:
             if not self.is_running or number != self._number:
                 return
+            self._streams.lose_capture()
             # What is dropped may still be read by a reduce.
             self._streams.compute_after_reduces()
             for unit in self._reduced:
@@ -408,7 +408,7 @@ class Backward:
         self._made = None
         self._ahead.clear()
         self._unsharded.end_backward(self._pins)
-        self._streams.settle()
+        self._streams.end_pass()
 
 
 def _check_unchanged(unit: Unit) -> None:

@@ -19,6 +19,7 @@ from ..comm.streams import streams_for
 from ..params.buffers import any_holds
 from .autograd import graph_task, holds_reentrant_checkpoint, in_backward
 from .backward import Backward
+from .capturing import check_can_be_captured, tell_watchers, watching
 from .outputs import Inputs, SideOutputs, entries, hook_entries, hook_handed_on
 from .policy import AfterForward, policy_for
 from .pytrees import replace_tensors, tensors_in
@@ -316,6 +317,9 @@ class Schedule:
         """
         if self.depth == depth:
             return
+        if not in_backward():
+            # There it may be a checkpoint that has recomputed enough; a backward that raises tells.
+            self._streams.lose_capture()
         state = self._states[unit]
         state.inputs = None
         if state.side_outputs is not None:
@@ -335,7 +339,7 @@ class Schedule:
         """The outermost forward is over, one way or the other."""
         if not in_backward():
             self._unsharded.reshard_unused()
-            self._streams.settle()
+            self._streams.end_pass()
             if self._backward.offloads and not torch.is_grad_enabled():
                 # No backward follows whose end would wait for the all-gathers. So the host waits
                 # here, before the user can change offloaded shards that are still being read.
@@ -370,13 +374,20 @@ class Schedule:
             self._joining.begin_pass()
         elif unit.shards.refuse is not None:
             unit.shards.refuse("pass of another model", unit.name)
+        streams = self._streams
+        was_capturing = streams.capturing
+        streams.begin_pass()
+        if streams.capturing:
+            check_can_be_captured(self.units, self._residencies, is_first=not was_capturing)
+        if watching:
+            tell_watchers(self)
         unit.begin_pass()
-        self._unsharded.begin_pass()
+        self._unsharded.begin_pass(leaves_nothing=streams.capturing)
         event, self._stepped = self._stepped, None
-        if event is None:
-            self._streams.gather_after_compute()
+        if event is None or streams.capturing:
+            streams.gather_after_compute()
         else:
-            self._streams.gather_after(event)
+            streams.gather_after(event)
         self._previous_order, self._order = self._order, []
         is_long = len(self._passed) > _PASSES_KEPT * len(self.units)
         if self._backward.has_run_since_pass() or is_long:

@@ -210,14 +210,14 @@ class UnshardedUnits:
         for unit in units:
             unit.drop_parts()
 
-    def begin_pass(self) -> None:
-        """Of what was unsharded before, leave what is still right."""
+    def begin_pass(self, leaves_nothing: bool = False) -> None:
+        """Of what was unsharded before, leave what is still right, or nothing."""
         self.drop_parts()
         kept, self._kept_versions = self._kept_versions, {}
         changed = bool(kept) and kept != self._versions()
         for unit in self.all():
             residency = self.residencies[unit]
-            stays = residency.serves_next_pass(unit.versions, changed)
+            stays = not leaves_nothing and residency.serves_next_pass(unit.versions, changed)
             if stays and not unit.shows_full:
                 unit.finish_unshard()
                 stays = not unit.write_back()

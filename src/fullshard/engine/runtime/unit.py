@@ -225,6 +225,16 @@ class Unit:
         return self.options.is_sharded
 
     @property
+    def stays_between_passes(self) -> bool:
+        """True if full parameters stay after a backward, if no graph captures it.
+
+        A graph that begins with the next forward would not gather what is there already.
+        """
+        return self.stays_after_backward or (
+            not self.syncs_gradients and self.options.keeps_full_after_forward
+        )
+
+    @property
     def has_trainable(self) -> bool:
         return True in map(REQUIRES_GRAD, chain.from_iterable(map(_OPTIMIZER_PARAMS, self.handles)))
 
@@ -326,6 +336,8 @@ class Unit:
             with self.streams.on_gather():
                 self._wait()
                 if self._copies_out:
+                    # Where a unit was that may have been released since the all-gather began.
+                    self.streams.gather_may_write()
                     self._copy_out()
             self.streams.compute_after_gather()
             self.drop_parts()
@@ -362,7 +374,10 @@ class Unit:
         if self.state is State.SHARDED:
             return
         if self.state is State.UNSHARDING:
-            self.finish_unshard()
+            if self.streams.capture_is_lost:
+                self._all_gathers = []
+            else:
+                self.finish_unshard()
         buffers, self.full_buffers = self.full_buffers, []
         self.state = State.SHARDED
         if self.streams.runs_ahead:
@@ -497,7 +512,8 @@ class Unit:
         trainable: list[tuple[bool, ...]] = []
         for handle in self.handles:
             trainable.append(handle.trainable)
-        key = (self.full_precision, *trainable)
+        # Autograd runs a node on the stream that it was made on: each stream has its own.
+        key = (self.streams.number(), self.full_precision, *trainable)
         known = self._nodes.get(key)
         if known is None:
             if len(self._nodes) == _PATTERNS_KEPT:

@@ -1,0 +1,159 @@
+"""CUDA graphs of a step, with the memory that they read batches from and leave results in.
+
+All graphs of a step share one pool of memory: only one of them runs at a time, and what it leaves
+for later (results, gradients) is held by objects, so that no other graph is given that memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+_GRADIENT = operator.attrgetter("grad")
+
+
+class Recorder:
+    """Runs a step eagerly, or captures it, on a stream of its own, which captures need."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool: Any = None
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """A batch whose tensors are on the device."""
+        return [
+            leaf.to(self.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in leaves
+        ]
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Run a step eagerly, and return copies of its results that the current stream may use."""
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                result = call()
+        finally:
+            current.wait_stream(self._stream)
+        return copied(result)
+
+    def capture(
+        self,
+        call: Callable[[Sequence[Any]], Any],
+        leaves: Sequence[Any],
+        parameters: Sequence[torch.Tensor],
+    ) -> StepGraph:
+        """Capture a step; nothing of it has run when this returns.
+
+        If it raises, parameters have the gradients that they had before.
+        """
+        static = [
+            leaf.clone(memory_format=torch.contiguous_format).requires_grad_(leaf.requires_grad)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for leaf in (x.detach() if isinstance(x, torch.Tensor) else x for x in leaves)
+        ]
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        before = list(map(_GRADIENT, parameters))
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        try:
+            # Other threads of the program (loaders that pin memory) may go on meanwhile.
+            with torch.cuda.graph(
+                graph, self._pool, self._stream, capture_error_mode="thread_local"
+            ):
+                result = call(static)
+        except BaseException:
+            _set_gradients(parameters, before)
+            self._recover_random_numbers()
+            raise
+        # What the capture did to the random numbers' state is ordered before the replay's own.
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        made = StepGraph(graph, static, detached(result), parameters, before)
+        # Blocks of eager steps that no eager step will need soon.
+        torch.cuda.empty_cache()
+        return made
+
+    def _recover_random_numbers(self) -> None:
+        """Have random numbers come as before, of which a capture that broke took no leave."""
+        with (
+            contextlib.suppress(RuntimeError),
+            torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream),
+        ):
+            torch.zeros(1, device=self.device)
+
+
+class StepGraph:
+    """One graph: a step with batches of one kind."""
+
+    def __init__(
+        self,
+        graph: Any,
+        static: list[Any],
+        result: Any,
+        parameters: Sequence[torch.Tensor],
+        before: list[torch.Tensor | None],
+    ) -> None:
+        self._graph = graph
+        self._static = static
+        self._result = result
+        self._parameters = list(parameters)
+        self._before = before
+        self._after: list[torch.Tensor | None] = list(map(_GRADIENT, parameters))
+        #: The gradients that the graph adds to: those that are there before and after.
+        self._added_to = [
+            (parameter, old)
+            for parameter, old, new in zip(parameters, before, self._after, strict=True)
+            if old is not None and old is new
+        ]
+
+    def replay(self, leaves: Sequence[Any]) -> Any:
+        """Run the step with this batch, and return copies of its results."""
+        for mine, given in zip(self._static, leaves, strict=True):
+            if isinstance(mine, torch.Tensor):
+                mine.detach().copy_(given, non_blocking=True)
+        for parameter, mine in self._added_to:
+            if parameter.grad is not mine and parameter.grad is not None:
+                mine.copy_(parameter.grad)
+        self._graph.replay()
+        if any(map(operator.is_not, map(_GRADIENT, self._parameters), self._after)):
+            _set_gradients(self._parameters, self._after)
+        return copied(self._result)
+
+    def settle(self) -> None:
+        """The graph will be used: let go of what was there before it."""
+        self._before = []
+
+    def undo(self) -> None:
+        """The graph will not be used: have the gradients of before, for it computed none."""
+        _set_gradients(self._parameters, self._before)
+        self.drop()
+
+    def drop(self) -> None:
+        """Give the graph's memory back to the pool."""
+        torch.cuda.synchronize()
+        self._graph.reset()
+
+
+def _set_gradients(
+    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def detached(result: Any) -> Any:
+    """The results of a step, without the graph that autograd made of them."""
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+
+
+def copied(result: Any) -> Any:
+    """Copies of a step's results, which the next step will overwrite."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), result)

@@ -1,0 +1,175 @@
+"""What makes two calls of a step the same to a graph, and what a graph cannot do.
+
+A graph repeats what the device did in one call. Another call may use it if nothing differs that
+the host looked at: shapes, modes, which parameters are trained, numbers such as a learning rate.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..engine.runtime.capturing import obstacle
+from ..engine.runtime.forward import Schedule
+from ..engine.runtime.unit import Unit
+
+_TRAINING = operator.attrgetter("training")
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_GRADIENT = operator.attrgetter("grad")
+_SYNCS = operator.attrgetter("syncs_gradients")
+_IS_THERE = functools.partial(operator.is_not, None)
+
+
+class Kind(NamedTuple):
+    """What has to be equal in the calls that one graph serves. The names are told to users."""
+
+    batch: Hashable
+    modes: Hashable
+    trained_parameters: Hashable
+    hyperparameters: Hashable
+    gradients: Hashable
+    surroundings: Hashable
+
+    def differences(self, other: Kind) -> list[str]:
+        """In words, what differs."""
+        pairs = zip(self._fields, self, other, strict=True)
+        return [name.replace("_", " ") for name, mine, theirs in pairs if mine != theirs]
+
+
+class Step:
+    """The models and optimizers that a step uses, as they are found while it runs."""
+
+    def __init__(self) -> None:
+        self._schedules: dict[Schedule, None] = {}
+        self._optimizers: dict[torch.optim.Optimizer, None] = {}
+        self._units: list[Unit] = []
+        self._modules: list[nn.Module] = []
+        self.parameters: list[torch.Tensor] = []
+
+    def note_pass(self, schedule: Schedule) -> None:
+        """A forward of a sharded model begins."""
+        if schedule not in self._schedules:
+            self._schedules[schedule] = None
+            self._look_again()
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """An optimizer makes a step."""
+        if optimizer not in self._optimizers:
+            self._optimizers[optimizer] = None
+            self._look_again()
+
+    def _look_again(self) -> None:
+        self._units = [unit for schedule in self._schedules for unit in schedule.units]
+        roots = [schedule.root.module for schedule in self._schedules]
+        self._modules = [module for root in roots for module in root.modules()]
+        found: list[Iterable[torch.Tensor]] = [
+            handle.optimizer_params for unit in self._units for handle in unit.handles
+        ]
+        found += [group["params"] for each in self._optimizers for group in each.param_groups]
+        found.append(self._unmanaged())
+        self.parameters = [*dict.fromkeys(p for group in found for p in group)]
+
+    def _unmanaged(self) -> list[torch.Tensor]:
+        """Parameters of the models that are leaves of autograd, and in no unit."""
+        own = (p for module in self._modules for p in module._parameters.values())
+        return [p for p in own if p is not None and p.is_leaf]
+
+    # -- what is compared ---------------------------------------------------------------------
+
+    def kind_of(self, leaves: Sequence[Any], structure: Hashable) -> Kind:
+        """The kind of a call with this batch, now."""
+        return Kind(
+            (structure, *map(_of_leaf, leaves)),
+            tuple(map(_TRAINING, self._modules)),
+            tuple(map(_REQUIRES_GRAD, self.parameters)),
+            tuple([_of_groups(optimizer) for optimizer in self._optimizers]),
+            tuple(map(_IS_THERE, map(_GRADIENT, self.parameters))),
+            (
+                torch.is_grad_enabled(),
+                torch.is_inference_mode_enabled(),
+                torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+                *map(_SYNCS, self._units),
+            ),
+        )
+
+    # -- what cannot be captured --------------------------------------------------------------
+
+    def obstacle(self) -> str | None:
+        """Why the step cannot be captured, as far as can be told before; None if it can."""
+        for optimizer in self._optimizers:
+            reason = _of_optimizer(optimizer)
+            if reason is not None:
+                return reason
+        return obstacle(self._units) or self.leftover()
+
+    def leftover(self) -> str | None:
+        """Why the next call could not follow from what this one has left, if it could not."""
+        for unit in self._units:
+            if any(handle.keeps_local_gradients for handle in unit.handles):
+                return (
+                    f"it leaves gradients of unit {unit.name!r} unreduced (no_sync): have one "
+                    "call run all micro-batches, up to the one that reduces"
+                )
+        return None
+
+
+def flatten(batch: Any) -> tuple[list[Any], Hashable, Any]:
+    """The leaves of a batch, something that tells its structure, and what puts it together."""
+    leaves, spec = pytree.tree_flatten(batch)
+    return leaves, repr(spec), spec
+
+
+def check_batch(leaves: Sequence[Any]) -> None:
+    """Refuse (TypeError) a batch with leaves of which nobody can tell whether they are equal."""
+    for leaf in leaves:
+        try:
+            hash(leaf)
+        except TypeError:
+            raise TypeError(
+                f"A captured step was given a batch that holds a {type(leaf).__name__}, which is "
+                "no tensor and cannot be hashed, so that calls cannot be compared; pass tensors, "
+                "numbers and strings in dicts, lists and tuples (dict(batch) makes one of a "
+                "mapping)"
+            ) from None
+
+
+def _of_leaf(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype, leaf.requires_grad
+    # 1, 1.0 and True are equal, and not the same to what computes with them.
+    return type(leaf), leaf
+
+
+def _of_groups(optimizer: torch.optim.Optimizer) -> Hashable:
+    return tuple(
+        [
+            tuple([(name, _of_value(v)) for name, v in group.items() if name != "params"])
+            for group in optimizer.param_groups
+        ]
+    )
+
+
+def _of_value(value: Any) -> Hashable:
+    """A number as it is; a tensor only as one, since a graph reads what it holds by then."""
+    if isinstance(value, torch.Tensor):
+        return "tensor", value.data_ptr()
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_of_value, value))
+    return value if isinstance(value, Hashable) else repr(value)
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        if group.get("capturable") is False:
+            return (
+                f"{name} counts its steps on the host; construct it with capturable=True (and "
+                "fused=True, which is the fastest)"
+            )
+    return None

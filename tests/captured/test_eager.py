@@ -1,0 +1,141 @@
+"""``fullshard.capture`` where nothing can be captured: steps run eagerly, and say why."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard
+from fullshard import FullyShardedDataParallel, fully_shard
+from fullshard.captured.kinds import Step, check_batch, flatten
+from fullshard.testing import device, ranks
+
+on_a_cpu = pytest.mark.skipif(device().type != "cpu", reason="there, steps are captured")
+
+
+def training(model: Any) -> tuple[Any, torch.optim.Optimizer]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        loss = (model(batch["x"]) - batch["y"]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": loss}
+
+    return step, optimizer
+
+
+def made(shard: Any) -> Any:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).to(device())
+    return shard(model)
+
+
+def data(count: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return [
+        {"x": torch.randn(3, 5, generator=generator), "y": torch.randn(3, 2, generator=generator)}
+        for _ in range(count)
+    ]
+
+
+@on_a_cpu
+@ranks(2)
+def test_a_step_on_a_cpu_runs_eagerly_and_says_so_once() -> None:
+    for shard in (FullyShardedDataParallel, fully_shard):
+        (step, _), (twin_step, _) = training(made(shard)), training(made(shard))
+        captured = fullshard.capture(twin_step, data(1)[0])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for batch in data(8):
+                assert torch.equal(step(batch)["loss"], captured(batch)["loss"])
+        told = [str(each.message) for each in caught if "not captured" in str(each.message)]
+        assert captured.captured == 0
+        assert "CPU" in captured.why_eager
+        # The others need not say what is true of all ranks.
+        assert len(told) == (1 if dist.get_rank() == 0 else 0)
+
+
+@on_a_cpu
+@ranks(2)
+def test_a_rank_that_cannot_capture_keeps_the_others_from_it() -> None:
+    captured = fullshard.capture(lambda batch: batch, torch.zeros(1))
+    reason = "its step is odd" if dist.get_rank() == 1 else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert not captured._all_can(reason)
+    assert captured.why_eager == "its step is odd (rank 1)"
+    assert fullshard.capture(lambda batch: batch, torch.zeros(1))._all_can(None)
+
+
+@on_a_cpu
+def test_without_a_process_group_a_step_runs_eagerly_and_says_why() -> None:
+    captured = fullshard.capture(lambda batch: batch + 1, torch.zeros(1))
+    with pytest.warns(UserWarning, match="runs eagerly: it runs on the CPU"):
+        results = [captured(torch.full((1,), float(value))).item() for value in range(6)]
+    assert results == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_batch_that_cannot_be_compared_is_refused() -> None:
+    class Odd:
+        __hash__ = None  # type: ignore[assignment]
+
+    with pytest.raises(TypeError, match=r"holds a Odd.*dict\(batch\)"):
+        fullshard.capture(lambda batch: batch, {"x": torch.zeros(1), "y": Odd()})
+
+
+@ranks(2)
+def test_what_the_host_looks_at_makes_calls_differ() -> None:
+    for shard in (FullyShardedDataParallel, fully_shard):
+        model = made(shard)
+        step = Step()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        step.note_optimizer(optimizer)
+        parameter = optimizer.param_groups[0]["params"][0]
+        with torch.no_grad():
+            model(torch.zeros(3, 5, device=device()))
+        schedule = (
+            model._schedule
+            if isinstance(model, FullyShardedDataParallel)
+            else model._fullshard_module_unit.schedule
+        )
+        step.note_pass(schedule)
+
+        def kind(batch: Any, step: Step = step) -> Any:
+            leaves, structure, _ = flatten(batch)
+            check_batch(leaves)
+            return step.kind_of(leaves, structure)
+
+        batch = torch.zeros(3, 5)
+        first = kind(batch)
+        assert first == kind(torch.ones(3, 5))
+        assert first.differences(kind(torch.zeros(4, 5))) == ["batch"]
+        assert first.differences(kind(batch.double())) == ["batch"]
+        assert first.differences(kind((batch,))) == ["batch"]
+        assert first.differences(kind([batch, 1])) == ["batch"]
+        assert kind([batch, 1]) != kind([batch, True])
+        model.eval()
+        assert first.differences(kind(batch)) == ["modes"]
+        model.train()
+        optimizer.param_groups[0]["lr"] = 0.2
+        assert first.differences(kind(batch)) == ["hyperparameters"]
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.2)
+        by_tensor = kind(batch)
+        optimizer.param_groups[0]["lr"].fill_(0.3)
+        assert by_tensor == kind(batch)
+        optimizer.param_groups[0]["lr"] = 0.1
+        parameter.requires_grad_(False)
+        assert first.differences(kind(batch)) == ["trained parameters"]
+        parameter.requires_grad_(True)
+        with torch.no_grad():
+            assert first.differences(kind(batch)) == ["surroundings"]
+        model(torch.zeros(3, 5, device=device())).sum().backward()
+        assert first.differences(kind(batch)) == ["gradients"]
+        optimizer.zero_grad()
+        assert first == kind(batch)
