@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ..engine.params.row_handle import RowHandle
-from ..engine.runtime.unit import Unit
 from ..engine.runtime.untraced import untraced_itself
 from ..forward_method import ForwardMethod
 from ..fsdp import UnshardHandle
@@ -52,6 +51,11 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Follow what moves or converts all parameters: ``to``, ``to_empty``, ``half``."""
         of = self._fullshard_module_unit
+        if of.unit.summoned:
+            raise RuntimeError(
+                f"{type(self).__name__} cannot be moved or converted inside summon_full_params: "
+                "its parameters are others there. Leave the context first"
+            )
         of.restart()
         converted = super()._apply(*args, **kwargs)  # type: ignore[misc]
         for handle in of.unit.handles:
@@ -237,10 +241,6 @@ class FSDPModule:
         if not callable(method):
             raise ValueError(f"{type(self)} does not have a method {method_name}")
         setattr(self, method_name, ForwardMethod(self._fullshard_module_unit, method))
-
-    @property
-    def _unit(self) -> Unit:
-        return self._fullshard_module_unit.unit
 
     def _get_fsdp_state(self) -> ModuleUnit:
         return self._fullshard_module_unit

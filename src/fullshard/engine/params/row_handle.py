@@ -25,7 +25,7 @@ from .handle import FlatParamHandle
 from .layout import alignment_elements
 from .locations import ParameterLocation, containers_of
 from .replacements import parameter_at
-from .row_buffers import RowFullBuffer, RowReduceBuffer
+from .row_buffers import RowFullBuffer, RowReduceBuffer, whole_parameters
 from .row_layout import RowLayout
 from .tensor_parallel import Distribution, distributions_of, is_distributed
 
@@ -149,7 +149,7 @@ class RowHandle(FlatParamHandle):
             for index, original in enumerate(originals):
                 view = self.sharded[index]
                 if not original.is_meta:
-                    view.copy_(self._own_chunk(index, original))
+                    view.copy_(self.own_rows(index, original))
                 whole = self.shardings[index].assemble(view)
                 parameter = nn.Parameter(whole, requires_grad=original.requires_grad)
                 for name, value in vars(original).items():
@@ -157,8 +157,8 @@ class RowHandle(FlatParamHandle):
                 self.params.append(parameter)
         self._bind()
 
-    def _own_chunk(self, index: int, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a whole parameter."""
+    def own_rows(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a whole parameter, or of what has its shape; a view."""
         chunk = self.layout.chunks[index]
         rows = self._chunk_shapes[index][chunk.dim]
         start = min(self.rank * chunk.size, whole.shape[chunk.dim])
@@ -249,7 +249,7 @@ class RowHandle(FlatParamHandle):
                 "replace it by a DTensor with the mesh and placements of the old one"
             )
         self._check_shape(path, sharding.shape, parameter.shape)
-        local = self._own_chunk(index, parameter).clone()
+        local = self.own_rows(index, parameter).clone()
         return nn.Parameter(sharding.assemble(local), requires_grad=parameter.requires_grad)
 
     @staticmethod
@@ -325,8 +325,17 @@ class RowHandle(FlatParamHandle):
         return piece if piece.numel() else reduced[chunk.offset : chunk.offset + chunk.numel]
 
     def keep_changes(self, buffer: FullBuffer) -> None:
-        for index, view in enumerate(self.sharded):
-            view.data.copy_(self._own_chunk(index, buffer.views[index]))
+        for index, whole in enumerate(buffer.views):
+            self.store(index, whole)
+
+    def store(self, index: int, whole: torch.Tensor) -> None:
+        """Copy this rank's rows of a whole parameter into the shard."""
+        # Through .data, so that autograd does not see a change of a parameter saved for backward.
+        self.sharded[index].data.copy_(self.own_rows(index, whole))
+
+    def from_all_ranks(self, gathered: torch.Tensor) -> list[torch.Tensor]:
+        """What the shards of all ranks, one after another, hold, in the shapes of parameters."""
+        return whole_parameters(gathered, self.layout)
 
     # -- gradients ----------------------------------------------------------------------------
 
