@@ -14,9 +14,7 @@ from torch import nn
 from ...engine.runtime.forward import Schedule
 from ...engine.runtime.unit import Unit
 from ...wrap import is_unit
-
-#: Where ``fully_shard`` keeps what runs a module's forwards.
-_IN_PLACE = "_fullshard_module_unit"
+from ...wrap.marker import IN_PLACE_ATTRIBUTE as _IN_PLACE
 
 
 def unit_of(module: Any) -> Unit:
