@@ -65,6 +65,25 @@ class RowSharding:
         )
 
 
+def at_start(local: torch.Tensor) -> torch.Tensor:
+    """A tensor like ``local`` at the beginning of its memory, to make a DTensor from.
+
+    A DTensor has no memory of its own, but takes over where in its memory the local part begins;
+    anywhere else than at the beginning, torch cannot copy it (``copy.deepcopy``).
+    """
+    return local.as_strided(local.shape, local.stride(), 0)
+
+
+def copyable(value: Any) -> Any:
+    """A DTensor of the same local part, which ``copy.deepcopy`` can copy."""
+    local = value._local_tensor
+    if local.storage_offset() == 0:
+        return value
+    found = type(value)(at_start(local), value._spec, requires_grad=False)
+    found._local_tensor = local
+    return found
+
+
 class RowHandle(FlatParamHandle):
     """Owns the memory of one group of parameters that are sharded by rows.
 
@@ -150,7 +169,7 @@ class RowHandle(FlatParamHandle):
                 view = self.sharded[index]
                 if not original.is_meta:
                     view.copy_(self.own_rows(index, original))
-                whole = self.shardings[index].assemble(view)
+                whole = self.shardings[index].assemble(at_start(view))
                 parameter = nn.Parameter(whole, requires_grad=original.requires_grad)
                 for name, value in vars(original).items():
                     setattr(parameter, name, value)
@@ -187,6 +206,11 @@ class RowHandle(FlatParamHandle):
         self._describe()
         for parameter, view in zip(self.params, self.sharded, strict=True):
             parameter._local_tensor = view  # type: ignore[attr-defined]
+        #: By parameter, what a DTensor like it is made from.
+        self._patterns = {
+            id(parameter): at_start(view)
+            for parameter, view in zip(self.params, self.sharded, strict=True)
+        }
         self._containers, self._keys, self._indices = containers_of(self.places, registered=True)
         self._remember()
         self.show_sharded()
@@ -341,7 +365,9 @@ class RowHandle(FlatParamHandle):
 
     def distributed(self, parameter: Any, gradient: torch.Tensor) -> torch.Tensor:
         """A reduced gradient as users see it: a DTensor like its parameter."""
-        shown: Any = self._dtensor(gradient, parameter._spec, requires_grad=False)
+        pattern = self._patterns[id(parameter)]
+        shown: Any = self._dtensor(pattern, parameter._spec, requires_grad=False)
+        shown._local_tensor = gradient
         shown._fullshard_reduced = True
         return shown
 
