@@ -59,7 +59,7 @@ def test_what_a_module_and_an_optimizer_hold_is_copied() -> None:
             parameter.zero_()
             parameter.grad.zero_()
     for name, value in copies[0].items():
-        if isinstance(value, DTensor):
+        if isinstance(value, DTensor) and value.to_local().numel():
             assert value.to_local().data_ptr() != states[0][name].to_local().data_ptr()
     assert any(bool(g.to_local().any()) for g in gradients)
     assert len(another.state) == len(optimizer.state)
