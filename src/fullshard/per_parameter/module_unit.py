@@ -164,7 +164,6 @@ class ModuleUnit:
             module.register_load_state_dict_pre_hook(self._reshard_if_idle)
             module.register_state_dict_post_hook(_let_values_be_copied)
 
-
     def _reshard_if_idle(self, *_: Any) -> None:
         if self.unit.shows_full and self.schedule is not None and self.schedule.is_idle:
             self.schedule.reshard(self.unit)
