@@ -43,7 +43,7 @@ from rows import Setting, Training
 from workers import Worker
 
 PEERS = ("FSDP1", "FSDP2")
-ROWS = ["bare", "FSDP1", "FSDP2", "Megatron-FSDP", "fullshard"]
+ROWS = ["bare", "FSDP1", "FSDP2", "Megatron-FSDP", "fullshard", "fully_shard"]
 COLUMNS = ["step ms", "host ms", "allocated GiB", "reserved GiB", "collectives"]
 MEMORY = (
     at_most(1.0, *PEERS, column="allocated GiB"),
