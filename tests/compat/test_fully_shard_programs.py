@@ -22,6 +22,10 @@ from tests.compat.installed import installed
 import fullshard
 from fullshard.testing import ranks
 
+LONG = pytest.mark.skipif(
+    "FULLSHARD_LONG" not in os.environ, reason="takes long: set FULLSHARD_LONG=1"
+)
+
 
 def example(name: str) -> Any:
     sys.path.insert(0, str(CLIENTS))
@@ -43,7 +47,7 @@ def test_a_loop_in_torchtitans_manner_trains_as_the_bare_model() -> None:
             torch.testing.assert_close(losses, bare, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [*PROGRAMS[:2], pytest.param(PROGRAMS[2], marks=LONG)])
 def test_the_command_runs_programs_for_torchs_fully_shard(program: str) -> None:
     """Each compares its losses with those of the bare model, or with those before it went on."""
     if program != "fully_shard_train":
@@ -54,7 +58,7 @@ def test_the_command_runs_programs_for_torchs_fully_shard(program: str) -> None:
     assert found.losses, found.error
 
 
-@pytest.mark.skipif("FULLSHARD_LONG" not in os.environ, reason="takes long: set FULLSHARD_LONG=1")
+@LONG
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_lose_what_they_lose_on_torchs_own(program: str) -> None:
     if program != "fully_shard_train":
