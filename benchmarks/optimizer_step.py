@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python3 benchmarks/optimizer_step.py --json optimizer.json
 
-A GPT on rank 0 of some ranks that a process group plays: an optimizer step communicates nothing. The
+A GPT on rank 0 of some ranks that a process group plays: a step communicates nothing. The
 plain tensors are the local parts of the DTensors, with the same gradients. Contestants take turns,
 round by round; a ratio is the median of the ratios of neighbours.
 """
@@ -81,9 +81,7 @@ def measure(name: str, given: argparse.Namespace, device: torch.device) -> dict[
     return {
         row: {
             "step ms": statistics.median(each),
-            "x plain": statistics.median(
-                a / b for a, b in zip(each, times["plain"], strict=True)
-            ),
+            "x plain": statistics.median(a / b for a, b in zip(each, times["plain"], strict=True)),
         }
         for row, each in times.items()
     }
