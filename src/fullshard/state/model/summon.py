@@ -44,8 +44,8 @@ def summon_full_params(
     seeing their shards; ``with_grads`` shows full gradients too. Without ``recurse`` only the
     module's own unit has full parameters, not those of modules below it.
 
-    >>> with fullshard.summon_full_params(model, writeback=False):
-    ...     print(model.head.weight.norm())
+    >>> with fullshard.summon_full_params(model), torch.no_grad():
+    ...     norm = model.head.weight.norm()
     """
     return summon(
         steps_of(module, recurse=recurse),
