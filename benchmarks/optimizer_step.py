@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def sharded(api: Any, size: Any, device: torch.device) -> list[nn.Parameter]:
+def sharded(api: Any, size: Any, device: torch.device) -> list[Any]:
     model = gpt.build(size, device)
     for module in model.modules():
         if isinstance(module, gpt.Block):

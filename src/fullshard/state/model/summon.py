@@ -285,7 +285,7 @@ def _full_gradients(unit: Unit, handle: FlatParamHandle) -> list[torch.Tensor | 
     present = torch.zeros(len(slots), device=handle.device)
     for index, (parameter, piece) in enumerate(zip(handle.params, handle.pieces, strict=True)):
         if parameter.grad is not None:
-            local = parameter.grad if rows is None else rows.local_gradient(parameter).view(-1)
+            local = parameter.grad if rows is None else rows.local_gradient(parameter).reshape(-1)
             shard[piece.offset : piece.offset + piece.numel].copy_(local)
             present[index] = 1
     (full,) = gather_shards(unit, [handle], [shard])
