@@ -69,18 +69,30 @@ def fsdp1(model: nn.Module, setting: Setting) -> nn.Module:
 
 
 def fsdp2(model: nn.Module, setting: Setting) -> nn.Module:
+    import torch.distributed.fsdp
+
+    return by_unit(torch.distributed.fsdp, model, setting)
+
+
+def fullshards_fully_shard(model: nn.Module, setting: Setting) -> nn.Module:
+    import fullshard
+
+    return by_unit(fullshard, model, setting)
+
+
+def by_unit(api: Any, model: nn.Module, setting: Setting) -> nn.Module:
+    """Apply ``api.fully_shard`` to each unit, then to the model."""
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = DeviceMesh.from_group(
         setting.group or dist.group.WORLD,  # type: ignore[arg-type]
         next(model.parameters()).device.type,
     )
-    precision = MixedPrecisionPolicy(**setting.precision)
+    precision = api.MixedPrecisionPolicy(**setting.precision)
     for module in model.modules():
         if isinstance(module, setting.unit):
-            fully_shard(module, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
+            api.fully_shard(module, mesh=mesh, mp_policy=precision)
+    api.fully_shard(model, mesh=mesh, mp_policy=precision)
     return model
 
 
@@ -151,23 +163,6 @@ def fullshard_hybrid(model: nn.Module, setting: Setting) -> nn.Module:
     return fullshard(model, setting, strategy="HYBRID_SHARD")
 
 
-def fullshard_per_parameter(model: nn.Module, setting: Setting) -> nn.Module:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from fullshard import MixedPrecisionPolicy, fully_shard
-
-    mesh = DeviceMesh.from_group(
-        setting.group or dist.group.WORLD,  # type: ignore[arg-type]
-        next(model.parameters()).device.type,
-    )
-    precision = MixedPrecisionPolicy(**setting.precision)
-    for module in model.modules():
-        if isinstance(module, setting.unit):
-            fully_shard(module, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
-    return model
-
-
 ROWS: dict[str, Build] = {
     "bare": bare,
     "DDP": data_parallel,
@@ -175,7 +170,7 @@ ROWS: dict[str, Build] = {
     "FSDP2": fsdp2,
     "Megatron-FSDP": megatron_fsdp,
     "fullshard": fullshard,
-    "fullshard fully_shard": fullshard_per_parameter,
+    "fullshard fully_shard": fullshards_fully_shard,
     "fullshard SHARD_GRAD_OP": fullshard_grad_op,
     "fullshard HYBRID_SHARD": fullshard_hybrid,
 }

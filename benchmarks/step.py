@@ -49,7 +49,7 @@ from torch import nn
 from workers import Worker
 
 PEERS = ("FSDP1", "FSDP2")
-ROWS = ["bare", "FSDP1", "FSDP2", "Megatron-FSDP", "fullshard"]
+ROWS = ["bare", "FSDP1", "FSDP2", "Megatron-FSDP", "fullshard", "fullshard fully_shard"]
 #: What is compared with --capture, and how the rows of captured steps are called.
 ROWS_TO_CAPTURE = ["bare", "FSDP2", "fullshard", "fullshard fully_shard"]
 CAPTURED = " captured"

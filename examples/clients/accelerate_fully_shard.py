@@ -81,7 +81,7 @@ def main() -> None:
     losses = train(accelerator)
     bare = train_bare(accelerator.num_processes, accelerator.device)
     torch.testing.assert_close(losses, bare, rtol=1e-4, atol=1e-4)
-    accelerator.print("losses", [round(loss, 4) for loss in losses.tolist()], "as the bare model's")
+    accelerator.print("losses", [round(loss, 6) for loss in losses.tolist()], "as the bare model's")
     dist.destroy_process_group()
 
 

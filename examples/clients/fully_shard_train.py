@@ -6,6 +6,7 @@ The model is made on the meta device, each block is compiled and sharded over a 
 data-parallel and tensor-parallel ranks, and ``torch.distributed.checkpoint`` writes checkpoints.
 """
 
+import os
 import tempfile
 from typing import Any
 
@@ -55,7 +56,8 @@ class Model(nn.Module):
         """The same values for any number of ranks: a function of the position alone."""
         for index, parameter in enumerate(self.parameters()):
             shape = parameter.shape
-            values = torch.sin(torch.arange(shape.numel()) * 0.37 + index).view(shape) * 0.1
+            positions = torch.arange(shape.numel(), device=parameter.device)
+            values = torch.sin(positions * 0.37 + index).view(shape) * 0.1
             if isinstance(parameter, DTensor):
                 from torch.distributed.tensor import distribute_tensor
 
@@ -76,21 +78,28 @@ def parallelize(model: Model, mesh: DeviceMesh, backend: str) -> None:
     fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
 
 
-def batch(step: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(step: int, position: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + position)
-    tokens = torch.randint(TOKENS, (4, 9), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
+    return torch.randint(TOKENS, (4, 9), generator=generator)
 
 
 def loss_of(model: nn.Module, step: int, position: int) -> torch.Tensor:
-    tokens, targets = batch(step, position)
+    sequences = batch(step, position).to(next(model.parameters()).device)
+    tokens, targets = sequences[:, :-1], sequences[:, 1:]
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
-def train(tensor_parallel: int = 1, backend: str = "aot_eager") -> torch.Tensor:
+def device_type() -> str:
+    """Where the process group's ranks compute."""
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
+def train(
+    tensor_parallel: int = 1, backend: str = "aot_eager", max_norm: float = 1.0
+) -> torch.Tensor:
     """The losses of a training that is saved and loaded in the middle."""
     shape = (dist.get_world_size() // tensor_parallel, tensor_parallel)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), shape, mesh_dim_names=("dp", "tp"))
     model, optimizer = make(mesh, backend)
     losses: list[torch.Tensor] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -101,27 +110,28 @@ def train(tensor_parallel: int = 1, backend: str = "aot_eager") -> torch.Tensor:
                 save(model, optimizer, folders[0])
                 model, optimizer = make(mesh, backend)
                 load(model, optimizer, folders[0])
-            losses.append(train_step(model, optimizer, step, mesh))
+            losses.append(train_step(model, optimizer, step, mesh, max_norm))
         dist.barrier()
-    return torch.stack(losses)
+    return torch.stack(losses).cpu()
 
 
 def make(mesh: DeviceMesh, backend: str) -> tuple[Any, torch.optim.Optimizer]:
     with torch.device("meta"):
         model: Any = Model()
     parallelize(model, mesh, backend)
-    model.to_empty(device="cpu")
+    model.to_empty(device=mesh.device_type)
     model.init_weights()
     assert isinstance(model, FSDPModule)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4, fused=True)
 
 
-def train_step(model: Any, optimizer: Any, step: int, mesh: DeviceMesh) -> torch.Tensor:
+def train_step(
+    model: Any, optimizer: Any, step: int, mesh: DeviceMesh, max_norm: float
+) -> torch.Tensor:
     loss = loss_of(model, step, mesh["dp"].get_local_rank())
     loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    if max_norm < float("inf"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()
     optimizer.zero_grad()
     mean = loss.detach().clone()
@@ -142,7 +152,7 @@ def load(model: Any, optimizer: Any, folder: str) -> None:
     )
 
 
-def train_bare(data_parallel: int) -> torch.Tensor:
+def train_bare(data_parallel: int, max_norm: float = 1.0) -> torch.Tensor:
     """The same training in one process, which computes every rank's loss."""
     model = Model()
     model.init_weights()
@@ -152,7 +162,7 @@ def train_bare(data_parallel: int) -> torch.Tensor:
         parts = [loss_of(model, step, position) for position in range(data_parallel)]
         loss = torch.stack(parts).mean()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
@@ -160,12 +170,16 @@ def train_bare(data_parallel: int) -> torch.Tensor:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    losses = train(backend="inductor" if torch.cuda.is_available() else "aot_eager")
-    bare = train_bare(dist.get_world_size())
-    torch.testing.assert_close(losses, bare, rtol=1e-4, atol=1e-4)
-    if dist.get_rank() == 0:
-        print("losses", [round(loss, 4) for loss in losses.tolist()], "as the bare model's")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    # Torch's own fully_shard does not clip gradients of which some are tensor-parallel.
+    for tensor_parallel, max_norm in ((1, 1.0), (2, float("inf"))):
+        losses = train(tensor_parallel, max_norm=max_norm)
+        bare = train_bare(dist.get_world_size() // tensor_parallel, max_norm)
+        torch.testing.assert_close(losses, bare, rtol=1e-4, atol=1e-4)
+        if dist.get_rank() == 0:
+            print("losses", [round(loss, 6) for loss in losses.tolist()], "as the bare model's")
     dist.destroy_process_group()
 
 

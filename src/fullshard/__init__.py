@@ -29,6 +29,7 @@ from .engine.params.flat_parameter import FlatParameter
 from .forward_method import register_fsdp_forward_method
 from .fsdp import FullyShardedDataParallel, UnshardHandle
 from .grad.scaler import ShardedGradScaler
+from .state.model.summon import summon_full_params
 from .state.optim.methods import optim_state_template
 from .stopping import StopRequest
 
@@ -97,6 +98,7 @@ __all__ = [
     "resume",
     "save",
     "share_comm_ctx",
+    "summon_full_params",
 ]
 
 __version__ = "0.1.0.dev0"

@@ -34,7 +34,7 @@ from .gradient_methods import GradientMethods
 from .input_precision import InputPrecision
 from .state.model.deferred_init import check_initializable
 from .state.model.methods import StateDicts
-from .state.model.summon import summon
+from .state.model.summon import summon_full_params
 from .state.optim.methods import OptimStateDicts
 from .uneven import UnevenInputs
 from .wrap import (
@@ -232,6 +232,7 @@ class FullyShardedDataParallel(
         precision = BufferPrecision(modules, lowered) if lowered is not None else UNCHANGED_BUFFERS
         self.__dict__.update(_unit=unit, _buffer_precision=precision)
         self._keep_state(modules, order, below)
+        watch_optimizers(unit)
 
     # -- a step ---------------------------------------------------------------------------------
 
@@ -274,7 +275,6 @@ class FullyShardedDataParallel(
                 other._unit.start_training(_unit_name(name, other), other._forward_pre_hooks)
         units = [other._unit for other in modules]
         check_one_device(unit for unit in units if unit.handles)
-        watch_optimizers(units)
         for other in modules:
             if other._schedule is not None:
                 other._schedule.rest()
@@ -333,20 +333,11 @@ class FullyShardedDataParallel(
         """Inside the context ``module`` has its full parameters, under their original names.
 
         Changes made inside are kept if ``writeback``; with ``rank0_only`` the other ranks keep
-        seeing their shards; ``with_grads`` shows full gradients too.
+        seeing their shards; ``with_grads`` shows full gradients too. The same as
+        :func:`fullshard.summon_full_params`.
         """
-        wrappers = FullyShardedDataParallel.fsdp_modules(module)
-        if not recurse:
-            wrappers = [m for m in wrappers if m is module]
-        for wrapper in FullyShardedDataParallel.fsdp_modules(module, root_only=True):
-            if wrapper._schedule is None:
-                wrapper._start()
-        return summon(
-            [(w._unit, w._schedule) for w in wrappers],
-            writeback=writeback,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
+        return summon_full_params(
+            module, recurse, writeback, rank0_only, offload_to_cpu, with_grads
         )
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
+import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.compat.fully_shard_side_by_side import (
+    CLIENTS,
+    PROGRAMS,
+    TOLERANCE,
+    difference,
+    outcome,
+)
 from tests.compat.installed import installed
 
 import fullshard
 from fullshard.testing import ranks
 
-CLIENTS = Path(__file__).resolve().parents[2] / "examples" / "clients"
+LONG = pytest.mark.skipif(
+    "FULLSHARD_LONG" not in os.environ, reason="takes long: set FULLSHARD_LONG=1"
+)
 
 
 def example(name: str) -> Any:
@@ -39,15 +47,23 @@ def test_a_loop_in_torchtitans_manner_trains_as_the_bare_model() -> None:
             torch.testing.assert_close(losses, bare, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["fully_shard_train", "accelerate_fully_shard"])
-def test_the_command_runs_programs_for_torchs_fully_shard(name: str) -> None:
-    if name.startswith("accelerate"):
+@pytest.mark.parametrize("program", [*PROGRAMS[:2], pytest.param(PROGRAMS[2], marks=LONG)])
+def test_the_command_runs_programs_for_torchs_fully_shard(program: str) -> None:
+    """Each compares its losses with those of the bare model, or with those before it went on."""
+    if program != "fully_shard_train":
         pytest.importorskip("accelerate", reason="install the extra 'clients'")
-    command = [sys.executable, "-m", "fullshard", "run", "--ranks", "2"]
 
-    found = subprocess.run(
-        [*command, str(CLIENTS / f"{name}.py")], capture_output=True, text=True, check=False
-    )
+    found = outcome(program, "fullshard")
 
-    assert found.returncode == 0, found.stderr
-    assert "as the bare model's" in found.stdout
+    assert found.losses, found.error
+
+
+@LONG
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_lose_what_they_lose_on_torchs_own(program: str) -> None:
+    if program != "fully_shard_train":
+        pytest.importorskip("accelerate", reason="install the extra 'clients'")
+
+    theirs, ours = outcome(program, "torch"), outcome(program, "fullshard")
+
+    assert difference(theirs, ours) < TOLERANCE, (theirs, ours)

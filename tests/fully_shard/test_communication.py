@@ -183,7 +183,7 @@ class UnderWay:
     def __init__(self, model: Any) -> None:
         self.now = self.most = 0
         for unit in units(OURS, model):
-            reduction = unit._unit.reduction
+            reduction = unit._fullshard_module_unit.unit.reduction
             reduction.start = functools.partial(self._began, reduction.start)
             reduction.finish = functools.partial(self._ended, reduction.finish)
 

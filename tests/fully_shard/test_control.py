@@ -163,7 +163,11 @@ def test_models_that_share_streams_train_as_alone() -> None:
             forward_loss(model, 3).backward()
         losses.append([told(model.head.weight.grad)[-1] for model in models])
         if api is OURS:
-            streams = {id(unit._unit.streams) for m in models for unit in (m, *m.blocks)}
+            streams = {
+                id(unit._fullshard_module_unit.unit.streams)
+                for m in models
+                for unit in (m, *m.blocks)
+            }
             assert len(streams) == 1
 
     torch.testing.assert_close(losses[1], losses[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import pytest
@@ -284,3 +285,67 @@ def test_a_plain_gradient_scaler_skips_a_step_on_all_ranks() -> None:
         weights.append((whole(model.head.weight), scaler.get_scale()))
 
     torch.testing.assert_close(weights[1], weights[0])
+
+
+#: Every way in which torch's elementwise optimizers can be asked to step on a host.
+WAYS = [
+    (name, {**{k: v for k, v in options.items() if k not in ("foreach", "fused")}, **way})
+    for name, options in OPTIMIZERS.items()
+    for way in ({"foreach": True}, {"foreach": False}, {"maximize": True}, {"fused": True})
+    if "fused" not in way or name in ("Adam", "AdamW", "SGD", "Adagrad")
+]
+
+
+@pytest.mark.skipif("FULLSHARD_LONG" not in os.environ, reason="takes long: set FULLSHARD_LONG=1")
+@ranks(2)
+def test_every_way_to_step_is_that_of_whole_tensors() -> None:
+    for name, options in WAYS:
+        kind = getattr(torch.optim, name)
+        reference = DistributedDataParallel(build())
+        model: Any = build()
+        by_block()(OURS, model)
+        optimizers = [kind(each.parameters(), **options) for each in (reference, model)]
+        for step in range(2):
+            for each, optimizer in zip((reference, model), optimizers, strict=True):
+                forward_loss(each, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            found = parameter.full_tensor()
+            case = f"{name} {options} {(found - expected).abs().max()}"
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=case)
+
+
+def outcome_of(api: Any, kind: Any, options: dict[str, Any]) -> Any:
+    """The parameters after two steps, or the kind of error that there was."""
+    model: Any = build()
+    by_block()(api, model)
+    optimizer = kind(model.parameters(), **options)
+    try:
+        for step in range(2):
+
+            def closure(step: int = step) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = forward_loss(model, step)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    except Exception as error:
+        return type(error).__name__
+    return [parameter.to_local() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("Adafactor", {"lr": 0.01}), ("LBFGS", {"lr": 0.1, "max_iter": 1})]
+)
+@ranks(2)
+def test_optimizers_over_whole_parameters_do_what_they_do_under_torchs(
+    name: str, options: dict[str, Any]
+) -> None:
+    kind = getattr(torch.optim, name)
+    theirs, ours = outcome_of(THEIRS, kind, options), outcome_of(OURS, kind, options)
+    if isinstance(theirs, str):
+        assert ours == theirs
+    else:
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

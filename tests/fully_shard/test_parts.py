@@ -108,7 +108,7 @@ def test_a_rank_keeps_its_part_of_the_memory_between_forward_and_backward() -> N
         model: Any = build()
         by_block(reshard_after_forward=few)(OURS, model)
         loss = forward_loss(model, 0)
-        unit = model.blocks[0]._unit
+        unit = model.blocks[0]._fullshard_module_unit.unit
         kept = (
             0
             if unit.parts is None

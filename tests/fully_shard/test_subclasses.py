@@ -224,7 +224,7 @@ def test_memory_of_full_parameters_comes_and_goes() -> None:
         for _ in "ab":
             model(torch.arange(4)).sum().backward()
         for layer in (model[1], model[3]):
-            for handle in layer._unit.handles:
+            for handle in layer._fullshard_module_unit.unit.handles:
                 for buffer in handle.full_buffers.values():
                     assert not buffer.is_allocated
                     for view in buffer.views:

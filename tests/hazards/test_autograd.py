@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from tests.original.training import (
-    MODES,
-    STRATEGIES,
+    EITHER_API,
+    EITHER_MODES,
     WIDTH,
     Block,
     Net,
@@ -22,6 +22,7 @@ from tests.original.training import (
     compare,
     inputs,
     loss_of,
+    sharded,
     train_step,
 )
 from torch import nn
@@ -32,8 +33,8 @@ from fullshard.engine.runtime.pytrees import tensors_in
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 
-EACH_MODE = pytest.mark.parametrize(("strategy", "use_orig_params"), MODES)
-EACH_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
+EACH_MODE = pytest.mark.parametrize(("strategy", "use_orig_params"), EITHER_MODES)
+EACH_STRATEGY = pytest.mark.parametrize("strategy", EITHER_API)
 
 
 def net_of(block: type[Block], count: int = 3) -> Net:
@@ -43,8 +44,8 @@ def net_of(block: type[Block], count: int = 3) -> Net:
     return net
 
 
-def wrapped(strategy: ShardingStrategy, use_orig_params: bool = True) -> FSDP:
-    return FSDP(
+def wrapped(strategy: ShardingStrategy, use_orig_params: bool = True) -> Any:
+    return sharded(
         build(Net),
         sharding_strategy=strategy,
         auto_wrap_policy=blocks_policy(),
@@ -555,7 +556,7 @@ def test_gradients_flow_into_unmanaged_parameters_beside_the_units(
     """Only blocks are wrapped; what surrounds them is the user's own business."""
     reference, model = build(Net), build(Net)
     for index in range(3):
-        model.blocks[index] = FSDP(
+        model.blocks[index] = sharded(
             model.blocks[index], sharding_strategy=strategy, use_orig_params=True
         )
     for each in (reference, model):

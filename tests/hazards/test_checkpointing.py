@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from tests.original.training import (
-    MODES,
-    STRATEGIES,
+    EITHER_API,
+    EITHER_MODES,
     WIDTH,
     Block,
     Net,
@@ -21,6 +21,7 @@ from tests.original.training import (
     compare,
     compare_models,
     inputs,
+    sharded,
 )
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -31,11 +32,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from fullshard import BackwardPrefetch, ShardingStrategy
-from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.testing import ranks
 
-EACH_MODE = pytest.mark.parametrize(("strategy", "use_orig_params"), MODES)
-EACH_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
+EACH_MODE = pytest.mark.parametrize(("strategy", "use_orig_params"), EITHER_MODES)
+EACH_STRATEGY = pytest.mark.parametrize("strategy", EITHER_API)
 EACH_KIND = pytest.mark.parametrize("reentrant", [True, False])
 
 
@@ -142,15 +142,15 @@ def test_checkpoint_wrappers_inside_and_outside_of_units(
     reference, bare = build(Net), build(Net)
     if outside:
         bare.blocks = nn.ModuleList(
-            checkpoint_wrapper(FSDP(block, **options), checkpoint_impl=impl)
+            checkpoint_wrapper(sharded(block, **options), checkpoint_impl=impl)
             for block in bare.blocks
         )
     else:
         bare.blocks = nn.ModuleList(
-            FSDP(checkpoint_wrapper(block, checkpoint_impl=impl), **options)
+            sharded(checkpoint_wrapper(block, checkpoint_impl=impl), **options)
             for block in bare.blocks
         )
-    model = FSDP(bare, **options)
+    model = sharded(bare, **options)
     assert [n for n, _ in model.named_buffers()] == []
     compare_models(reference, model)
 
@@ -159,7 +159,7 @@ def test_checkpoint_wrappers_inside_and_outside_of_units(
 @ranks(2)
 def test_checkpointing_applied_after_wrapping(strategy: ShardingStrategy) -> None:
     reference = build(Net)
-    model = FSDP(
+    model = sharded(
         build(Net),
         sharding_strategy=strategy,
         auto_wrap_policy=blocks_policy(),
@@ -248,7 +248,7 @@ def test_a_forward_of_frozen_parameters_between_a_forward_and_its_backward(
     """As of a discriminator that is trained, and then judges for a generator."""
     kind = InsideReentrant if reentrant else InsideBlock
     bare = build(lambda: nn.Sequential(nn.Linear(5, WIDTH), kind(), kind()))
-    model = FSDP(
+    model = sharded(
         copy.deepcopy(bare),
         sharding_strategy=strategy,
         auto_wrap_policy=policy,
@@ -316,8 +316,8 @@ def test_parameters_used_with_detached_inputs_come_after_the_inputs_gradients(
 ) -> None:
     bare = build(lambda: DetachedScale(nn.Linear(WIDTH, WIDTH)))
     wrapped = copy.deepcopy(bare)
-    wrapped.inner = FSDP(wrapped.inner, use_orig_params=use_orig_params)
-    model = FSDP(wrapped, use_orig_params=use_orig_params)
+    wrapped.inner = sharded(wrapped.inner, use_orig_params=use_orig_params)
+    model = sharded(wrapped, use_orig_params=use_orig_params)
 
     for step in range(3):
         expected, found = (inputs(step, 4, WIDTH).requires_grad_() for _ in range(2))

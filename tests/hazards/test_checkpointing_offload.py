@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.original.training import MODES, Block, Net, blocks_policy, build, compare_models
+from tests.original.training import (
+    EITHER_MODES,
+    Block,
+    Net,
+    blocks_policy,
+    build,
+    compare_models,
+    sharded,
+)
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -19,7 +27,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from fullshard import BackwardPrefetch, ShardingStrategy
-from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.testing import device, ranks
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -30,15 +37,13 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "checkpointed offload": lambda module: checkpoint_wrapper(offload_wrapper(module)),
 }
 
-EACH_MODE = pytest.mark.parametrize(("strategy", "use_orig_params"), MODES)
+EACH_MODE = pytest.mark.parametrize(("strategy", "use_orig_params"), EITHER_MODES)
 EACH_WRAPPER = pytest.mark.parametrize("wrapper", WRAPPERS)
 
 
-def shard(
-    module: nn.Module, strategy: ShardingStrategy, use_orig_params: bool, **more: Any
-) -> FSDP:
+def shard(module: nn.Module, strategy: ShardingStrategy, use_orig_params: bool, **more: Any) -> Any:
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params, **more}
-    return FSDP(module, **options)
+    return sharded(module, **options)
 
 
 @EACH_MODE
@@ -74,7 +79,7 @@ def test_wrappers_around_units_train_as_the_bare_model(
 @ranks(2)
 def test_wrappers_applied_to_a_sharded_model_train_as_the_bare_model(wrapper: str) -> None:
     bare = build(Net)
-    model = FSDP(copy.deepcopy(bare), auto_wrap_policy=blocks_policy(), use_orig_params=True)
+    model = sharded(copy.deepcopy(bare), auto_wrap_policy=blocks_policy(), use_orig_params=True)
 
     apply_activation_checkpointing(
         model,

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from tests.original.training import (
+    EITHER_API,
+    EITHER_MODES,
     MODES,
     STRATEGIES,
     Net,
@@ -22,6 +24,7 @@ from tests.original.training import (
     compare_models,
     full_parameters,
     inputs,
+    sharded,
     train_step,
 )
 from torch import nn
@@ -30,12 +33,14 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import MixedPrecision, ShardingStrategy
 from fullshard.testing import device, ranks
 
-EACH_MODE = pytest.mark.parametrize(("strategy", "use_orig_params"), MODES)
-EACH_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
+EACH_MODE = pytest.mark.parametrize(("strategy", "use_orig_params"), EITHER_MODES)
+EACH_STRATEGY = pytest.mark.parametrize("strategy", EITHER_API)
+WRAPPED_MODE = pytest.mark.parametrize(("strategy", "use_orig_params"), MODES)
+WRAPPED = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
-def wrapped(strategy: ShardingStrategy, use_orig_params: bool = True, **options: Any) -> FSDP:
-    return FSDP(
+def wrapped(strategy: ShardingStrategy, use_orig_params: bool = True, **options: Any) -> Any:
+    return sharded(
         build(Net),
         sharding_strategy=strategy,
         auto_wrap_policy=blocks_policy(),
@@ -44,12 +49,12 @@ def wrapped(strategy: ShardingStrategy, use_orig_params: bool = True, **options:
     )
 
 
-def by_pickle(model: FSDP) -> FSDP:
+def by_pickle(model: Any) -> Any:
     copied: FSDP = pickle.loads(pickle.dumps(model))
     return copied
 
 
-def by_saving(model: FSDP) -> FSDP:
+def by_saving(model: Any) -> Any:
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -64,7 +69,7 @@ COPIES: dict[str, Callable[[FSDP], FSDP]] = {
 }
 
 
-@EACH_MODE
+@WRAPPED_MODE
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("after_step", [False, True])
 @ranks(2)
@@ -84,7 +89,7 @@ def test_a_copy_trains_like_the_original_and_apart_from_it(
     compare_models(reference, model, steps=2, first_step=4)
 
 
-@EACH_STRATEGY
+@WRAPPED
 @pytest.mark.parametrize("how", COPIES)
 @ranks(2)
 def test_a_copy_shares_no_memory_and_no_module_with_the_original(
@@ -103,7 +108,7 @@ def test_a_copy_shares_no_memory_and_no_module_with_the_original(
     assert_at_rest(copied)
 
 
-@EACH_STRATEGY
+@WRAPPED
 @ranks(2)
 def test_gradients_are_left_behind_by_a_deepcopy_as_torch_does(strategy: ShardingStrategy) -> None:
     bare, model = build(Net), wrapped(strategy)
@@ -163,13 +168,13 @@ def test_half_and_back_to_float_carry_the_parameters_along(
     compare_models(reference, model, steps=1)
 
 
-@EACH_MODE
+@WRAPPED_MODE
 @ranks(2)
 def test_moving_to_the_device_after_wrapping_on_the_cpu(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     torch.manual_seed(7)
-    model = FSDP(
+    model = sharded(
         Net(),
         sharding_strategy=strategy,
         auto_wrap_policy=blocks_policy(),
@@ -221,7 +226,7 @@ def test_buffers_stay_whole_keep_their_dtype_and_are_updated(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     reference = build(Normed)
-    model = FSDP(build(Normed), sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = sharded(build(Normed), sharding_strategy=strategy, use_orig_params=use_orig_params)
     compare_models(reference, model, steps=2)
     expected, found = dict(reference.named_buffers()), dict(model.named_buffers())
     assert list(expected) == list(found)
@@ -230,7 +235,7 @@ def test_buffers_stay_whole_keep_their_dtype_and_are_updated(
         torch.testing.assert_close(found[name], buffer)
 
 
-@EACH_STRATEGY
+@WRAPPED
 @ranks(2)
 def test_buffers_compute_in_their_own_low_precision(strategy: ShardingStrategy) -> None:
     seen: list[torch.dtype] = []
@@ -247,7 +252,7 @@ def test_buffers_compute_in_their_own_low_precision(strategy: ShardingStrategy) 
             return self.linear(x) + self.shift[self.index]
 
     precision = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
-    model = FSDP(
+    model = sharded(
         build(Shift), sharding_strategy=strategy, mixed_precision=precision, use_orig_params=True
     )
     assert model(inputs(0)).dtype is torch.bfloat16
@@ -262,7 +267,7 @@ class Encoder(nn.Linear):
 @pytest.mark.parametrize("how", COPIES)
 @ranks(2)
 def test_a_registered_method_of_a_copy_runs_the_copy(how: str) -> None:
-    model = FSDP(build(lambda: Encoder(5, 3)), use_orig_params=True)
+    model = sharded(build(lambda: Encoder(5, 3)), use_orig_params=True)
     model.register_forward_method("encode")
     twin = COPIES[how](model)
     with torch.no_grad():

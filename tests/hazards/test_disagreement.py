@@ -18,12 +18,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.original.training import (
+    EITHER_API,
+    IN_PLACE,
     STRATEGIES,
     WIDTH,
     Block,
     assert_same_parameters,
     build,
     inputs,
+    sharded,
 )
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -34,7 +37,7 @@ from fullshard import RanksDisagreeError, ShardingStrategy
 from fullshard.engine.comm import order_check
 from fullshard.testing import device, ranks
 
-SHARDING = pytest.mark.parametrize("strategy", STRATEGIES[:2])
+SHARDING = pytest.mark.parametrize("strategy", [*STRATEGIES[:2], *IN_PLACE])
 SIZES = pytest.mark.parametrize("sizes", ["equal", "different"])
 STEPS = pytest.mark.parametrize("healthy_steps", [0, 2])
 
@@ -64,9 +67,9 @@ class Ordered(nn.Module):
         return x
 
 
-def wrapped(sizes: str, strategy: ShardingStrategy, **options: Any) -> FSDP:
+def wrapped(sizes: str, strategy: ShardingStrategy, **options: Any) -> Any:
     group = dist.new_group(list(range(dist.get_world_size())))
-    return FSDP(
+    return sharded(
         build(lambda: Ordered(sizes)),
         process_group=group,
         sharding_strategy=strategy,
@@ -160,7 +163,7 @@ def test_one_rank_raises_and_goes_on(sizes: str) -> None:
     assert_names(message, "rank 0", "rank 1", "unit")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", EITHER_API)
 @ranks(2, timeout=40)
 def test_one_rank_evaluates_while_the_other_trains(strategy: ShardingStrategy) -> None:
     model = wrapped("different", strategy)
@@ -178,7 +181,7 @@ def test_one_rank_evaluates_while_the_other_trains(strategy: ShardingStrategy) -
     assert_names(message, "rank 0", "rank 1", "unit")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", EITHER_API)
 @ranks(2, timeout=40)
 def test_one_rank_summons_while_the_other_runs(strategy: ShardingStrategy) -> None:
     model = wrapped("different", strategy)
@@ -217,7 +220,7 @@ def test_models_built_differently_are_told_apart() -> None:
     """One rank wraps the blocks, the other does not: their first gathers differ."""
     group = dist.new_group([0, 1])
     wraps = dist.get_rank() == 0
-    model = FSDP(
+    model = sharded(
         build(Ordered),
         process_group=group,
         auto_wrap_policy=lambda module, recurse, **_: (
@@ -238,7 +241,7 @@ def test_other_groups_go_on_after_a_disagreement() -> None:
     torch.testing.assert_close(step(healthy), before)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", EITHER_API)
 @ranks(2, timeout=60)
 def test_a_model_that_changes_its_order_everywhere_matches_ddp(
     strategy: ShardingStrategy,
@@ -309,7 +312,7 @@ def test_a_rank_slow_in_the_middle_of_forward_and_backward_is_waited_for() -> No
             step(model)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", EITHER_API)
 @ranks(2, timeout=60)
 def test_a_rank_slow_between_two_units_backwards_is_waited_for(strategy: ShardingStrategy) -> None:
     model = wrapped("different", strategy)

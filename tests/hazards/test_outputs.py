@@ -10,7 +10,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tests.engine.traffic import counted_traffic
-from tests.original.training import MODES, STRATEGIES, assert_at_rest, build, compare, inputs
+from tests.original.training import (
+    EITHER_API,
+    EITHER_MODES,
+    IN_PLACE,
+    STRATEGIES,
+    assert_at_rest,
+    build,
+    compare,
+    inputs,
+    sharded,
+)
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -21,8 +31,8 @@ from fullshard.engine.runtime.pytrees import tensors_in
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 
-SHARDING = pytest.mark.parametrize("strategy", STRATEGIES[:2])
-EACH_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
+SHARDING = pytest.mark.parametrize("strategy", [*STRATEGIES[:2], *IN_PLACE])
+EACH_STRATEGY = pytest.mark.parametrize("strategy", EITHER_API)
 
 
 class Named(NamedTuple):
@@ -124,7 +134,7 @@ def test_outputs_of_every_kind_lead_gradients_back(strategy: ShardingStrategy, k
 
 
 @pytest.mark.parametrize("used", ["first", "second"])
-@pytest.mark.parametrize(("strategy", "use_orig_params"), MODES)
+@pytest.mark.parametrize(("strategy", "use_orig_params"), EITHER_MODES)
 @ranks(2)
 def test_outputs_that_do_not_reach_the_loss_do_no_harm(
     strategy: ShardingStrategy, use_orig_params: bool, used: str
@@ -178,7 +188,7 @@ def packed_step(model: nn.Module, step: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-@pytest.mark.parametrize(("strategy", "use_orig_params"), MODES)
+@pytest.mark.parametrize(("strategy", "use_orig_params"), EITHER_MODES)
 @ranks(2)
 def test_recurrent_units_take_and_give_packed_sequences(
     strategy: ShardingStrategy, use_orig_params: bool, kind: type[nn.RNNBase]
@@ -252,7 +262,7 @@ def test_a_parameter_returned_as_output_stays_valid(strategy: ShardingStrategy) 
             return x @ self.table, self.table, {"row": self.table[0], "whole": self.table.T}
 
     bare = build(Gives)
-    model = FSDP(build(Gives), sharding_strategy=strategy, use_orig_params=True)
+    model = sharded(build(Gives), sharding_strategy=strategy, use_orig_params=True)
     _, table, parts = model(inputs(0))
     assert torch.equal(table, bare.table)
     assert torch.equal(parts["row"], bare.table[0])
@@ -281,7 +291,7 @@ def test_a_parameter_kept_beyond_forward_under_no_grad_stays_valid(
             return self.inner.weight
 
     bare = build(Gives)
-    model = FSDP(build(Gives), sharding_strategy=strategy, use_orig_params=True)
+    model = sharded(build(Gives), sharding_strategy=strategy, use_orig_params=True)
     with torch.no_grad():
         weight = model()
     assert_at_rest(model)
@@ -329,7 +339,7 @@ def test_no_unit_is_gathered_for_an_input_that_it_handed_on(
             layer.forward = functools.partial(
                 checkpoint, layer.forward, use_reentrant=bool(reentrant)
             )
-        model = FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Adding}), use_orig_params=True)
+        model = sharded(module, auto_wrap_policy=ModuleWrapPolicy({Adding}), use_orig_params=True)
         for number in range(2):
             model(inputs(number)).square().mean().backward()
         with counted_traffic() as traffic:
@@ -348,7 +358,7 @@ def test_a_gradient_can_be_asked_for_a_returned_parameter_that_stays(use_orig_pa
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return super().forward(x), self.weight
 
-    model = FSDP(
+    model = sharded(
         build(lambda: Showing(5, 3)),
         sharding_strategy=ShardingStrategy.NO_SHARD,
         use_orig_params=use_orig_params,
@@ -371,7 +381,7 @@ class HandsOn(nn.Module):
 @pytest.mark.parametrize("container", [Named, lambda *t: list(t), lambda *t: {"a": t[0], "b": t}])
 @ranks(2)
 def test_outputs_in_containers_have_hooks_also_where_they_are_inputs(container: Any) -> None:
-    model = FSDP(HandsOn().to(device()))
+    model = sharded(HandsOn().to(device()))
     leaf = torch.ones(2, requires_grad=True, device=device())
     made = leaf * 2
 

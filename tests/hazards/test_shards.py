@@ -12,8 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.original.training import (
+    EITHER_API,
+    EITHER_MODES,
+    IN_PLACE,
     MODES,
-    STRATEGIES,
+    InPlace,
     Net,
     assert_at_rest,
     assert_same_parameters,
@@ -23,16 +26,19 @@ from tests.original.training import (
     compare_models,
     full_parameters,
     inputs,
+    sharded,
     train_step,
 )
 from torch import nn
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy
+from fullshard.state.model.units import units_in
 from fullshard.testing import device, ranks
 
-EACH_MODE = pytest.mark.parametrize(("strategy", "use_orig_params"), MODES)
-EACH_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
+EACH_MODE = pytest.mark.parametrize(("strategy", "use_orig_params"), EITHER_MODES)
+WRAPPED_MODE = pytest.mark.parametrize(("strategy", "use_orig_params"), MODES)
+EACH_STRATEGY = pytest.mark.parametrize("strategy", EITHER_API)
 
 
 @EACH_MODE
@@ -65,7 +71,7 @@ class WithTiny(nn.Module):
         return self.linear(self.tiny(x))
 
 
-@EACH_MODE
+@WRAPPED_MODE
 @ranks(4)
 def test_more_ranks_than_elements(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     model = compare(
@@ -77,6 +83,14 @@ def test_more_ranks_than_elements(strategy: ShardingStrategy, use_orig_params: b
     if strategy is not ShardingStrategy.NO_SHARD and not use_orig_params:
         assert model.tiny._flat_param.numel() == 1
     assert full_parameters(model)["tiny.scale"].shape == ()
+
+
+@pytest.mark.parametrize("how", IN_PLACE)
+@ranks(4)
+def test_more_ranks_than_rows(how: InPlace) -> None:
+    """The head has three rows; of seven, in chunks of two, the last rank has one."""
+    model = compare(sharding_strategy=how)
+    assert model.head.weight.to_local().shape[0] == (0 if dist.get_rank() == 3 else 1)
 
 
 class ZeroElements(nn.Module):
@@ -196,6 +210,8 @@ def test_one_rank_trains_like_the_bare_module(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = compare(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    if isinstance(strategy, InPlace):
+        return
     messages = [str(w.message) for w in caught if "world size is 1" in str(w.message)]
     assert bool(messages) == (strategy is not ShardingStrategy.NO_SHARD)
     assert model.sharding_strategy is ShardingStrategy.NO_SHARD
@@ -207,7 +223,7 @@ def test_one_rank_accumulates_and_keeps_none() -> None:
     bare = build(Net)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = FSDP(build(Net), use_orig_params=True)
+        model = sharded(build(Net), use_orig_params=True)
     for each in (bare, model):
         train_step(each, 0)
         train_step(each, 1)
@@ -233,14 +249,14 @@ class DummyProcessGroup:
         return self._size
 
 
-@EACH_MODE
+@WRAPPED_MODE
 @pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (2, 3), (5, 16), (0, 1)])
 def test_an_object_with_rank_and_size_is_enough_to_construct(
     rank: int, size: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     bare = Net()
     total = sum(p.numel() for p in bare.parameters())
-    model = FSDP(
+    model = sharded(
         bare,
         process_group=DummyProcessGroup(rank, size),
         sharding_strategy=strategy,
@@ -263,7 +279,7 @@ def test_modules_moved_between_places_keep_training(strategy: ShardingStrategy) 
     """The user swaps two units and puts a third one elsewhere; names follow, results do, too."""
     reference = build(Net)
     policy = lambda module, recurse, **_: recurse or type(module).__name__ == "Block"  # noqa: E731
-    model = FSDP(
+    model = sharded(
         build(Net), sharding_strategy=strategy, auto_wrap_policy=policy, use_orig_params=True
     )
     for each in (reference, model):
@@ -279,7 +295,7 @@ def test_modules_moved_between_places_keep_training(strategy: ShardingStrategy) 
 @ranks(2)
 def test_a_destroyed_process_group_goes_with_the_last_model_that_used_it() -> None:
     group = dist.new_group()
-    model = FSDP(nn.Linear(4, 4, device=device()), process_group=group)
+    model = sharded(nn.Linear(4, 4, device=device()), process_group=group)
     model(torch.ones(2, 4, device=device())).sum().backward()
     # All ranks have had the others' last messages.
     dist.barrier()
@@ -292,13 +308,12 @@ def test_a_destroyed_process_group_goes_with_the_last_model_that_used_it() -> No
     assert gone() is None
 
 
-@EACH_STRATEGY
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@EACH_MODE
 @ranks(2)
 def test_a_model_that_was_trained_leaves_nothing_behind_when_it_goes(
     use_orig_params: bool, strategy: ShardingStrategy
 ) -> None:
-    model = FSDP(
+    model = sharded(
         build(Net),
         sharding_strategy=strategy,
         use_orig_params=use_orig_params,
@@ -308,7 +323,7 @@ def test_a_model_that_was_trained_leaves_nothing_behind_when_it_goes(
     train_step(model, 1)
     with torch.no_grad():
         model(inputs(0))
-    units = [weakref.ref(wrapper._unit) for wrapper in FSDP.fsdp_modules(model)]
+    units = [*map(weakref.ref, units_in(model))]
     shards = [weakref.ref(unit().handles[0].shard_tensor) for unit in units]
 
     del model

@@ -216,7 +216,7 @@ def test_sizes_of_flat_parameters_are_those_that_torch_shows(use_orig_params: bo
 
 @ranks(2)
 def test_the_flat_parameter_of_original_ones_is_their_memory_while_summoned() -> None:
-    model = FSDP(nn.Linear(5, 3), use_orig_params=True)
+    model = FSDP(nn.Linear(5, 3).to(device()), use_orig_params=True)
     flat = model._flat_param
     with torch.no_grad(), FSDP.summon_full_params(model):
         assert torch.equal(flat[:15].view(3, 5), model.weight)

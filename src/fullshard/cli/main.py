@@ -114,6 +114,14 @@ def plan(
             **value_of("vocabulary", int),
         ),
     ] = None,
+    api: Annotated[
+        str,
+        typer.Option(
+            help="What shards the model: wrapper or fully_shard. [wrapper]",
+            show_default=False,
+            rich_help_panel="Sharding",
+        ),
+    ] = "wrapper",
 ) -> None:
     """Predict the memory that a training step takes on each rank.
 
@@ -125,7 +133,7 @@ def plan(
     """
     from fullshard.cli.planner.plan import plan as show_plan
 
-    raise typer.Exit(show_plan(values, device_memory, vocabulary))
+    raise typer.Exit(show_plan(values, device_memory, vocabulary, api))
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ..engine.params.row_handle import RowHandle
-from ..engine.runtime.unit import Unit
 from ..engine.runtime.untraced import untraced_itself
 from ..forward_method import ForwardMethod
 from ..fsdp import UnshardHandle
@@ -56,6 +55,11 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Follow what moves or converts all parameters: ``to``, ``to_empty``, ``half``."""
         of = self._fullshard_module_unit
+        if of.unit.summoned:
+            raise RuntimeError(
+                f"{type(self).__name__} cannot be moved or converted inside summon_full_params: "
+                "its parameters are others there. Leave the context first"
+            )
         of.restart()
         converted = super()._apply(*args, **kwargs)  # type: ignore[misc]
         for handle in of.unit.handles:
@@ -103,7 +107,7 @@ class FSDPModule:
         if self._fullshard_module_unit.is_root is False:
             raise RuntimeError(
                 "reset_iter_state must be called on the root FSDP module, the outermost one that "
-                f"fully_shard was applied to; {self._unit.name!r} is not"
+                f"fully_shard was applied to; {self._fullshard_module_unit.unit.name!r} is not"
             )
         self._fullshard_module_unit.restart()
         for other in _units(self, recurse=True):
@@ -124,7 +128,7 @@ class FSDPModule:
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by ``factor`` in place of the number of ranks."""
-        self._unit.reduction.set_divisor(factor)
+        self._fullshard_module_unit.unit.reduction.set_divisor(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of :meth:`set_gradient_divide_factor`."""
@@ -152,7 +156,7 @@ class FSDPModule:
 
         On ``stream``, if there is one; not for gradients that are summed over copies of the shards.
         """
-        self._unit.reduction.set_after_reduce(hook, stream)
+        self._fullshard_module_unit.unit.reduction.set_after_reduce(hook, stream)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Have the backend make sums, which are then divided, also where it could make means."""
@@ -241,7 +245,7 @@ class FSDPModule:
         False where it computes nothing with them, as an embedding's. What does is not noticed, and
         finds parameters without memory.
         """
-        self._unit.unshard_in_backward(unshard_in_backward)
+        self._fullshard_module_unit.unit.unshard_in_backward(unshard_in_backward)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Whether all-gathers wait for nothing on the host. They do not in any case."""
@@ -266,10 +270,6 @@ class FSDPModule:
         if not callable(method):
             raise ValueError(f"{type(self)} does not have a method {method_name}")
         setattr(self, method_name, ForwardMethod(self._fullshard_module_unit, method))
-
-    @property
-    def _unit(self) -> Unit:
-        return self._fullshard_module_unit.unit
 
     def _get_fsdp_state(self) -> ModuleUnit:
         return self._fullshard_module_unit

@@ -15,6 +15,8 @@ from torch import nn
 from ..api import ShardingStrategy
 from ..engine.init.validation import check_one_device, note_places
 from ..engine.params.locations import clean_tensor_name
+from ..engine.params.row_handle import copyable
+from ..engine.params.tensor_parallel import is_distributed
 from ..engine.runtime.forward import Schedule
 from ..engine.runtime.parts import FewRanks
 from ..engine.runtime.precision import cast_floating, move
@@ -163,6 +165,7 @@ class ModuleUnit:
         for module in dict.fromkeys(owners):
             module.register_state_dict_pre_hook(self._reshard_if_idle)
             module.register_load_state_dict_pre_hook(self._reshard_if_idle)
+            module.register_state_dict_post_hook(_let_values_be_copied)
 
     def _reshard_if_idle(self, *_: Any) -> None:
         unit = self.unit
@@ -183,6 +186,16 @@ def strategy_for(reshards_after_forward: bool, is_hybrid: bool) -> ShardingStrat
         return ShardingStrategy.HYBRID_SHARD if reshards_after_forward else kept
     kept = ShardingStrategy.SHARD_GRAD_OP
     return ShardingStrategy.FULL_SHARD if reshards_after_forward else kept
+
+
+def _let_values_be_copied(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    """Have ``copy.deepcopy`` of a state dict work: see ``at_start``."""
+    for name, parameter in module._parameters.items():
+        value = state.get(prefix + name)
+        if value is not None and value is not parameter and is_distributed(value):
+            state[prefix + name] = copyable(value)
 
 
 def unit_of(module: nn.Module) -> ModuleUnit | None:

@@ -99,6 +99,8 @@ def _parameters(mark: Any) -> list[_Parameters]:
     if isinstance(names, str):
         names = [name.strip() for name in names.split(",") if name.strip()]
     given_ids = mark.kwargs.get("ids")
+    if given_ids is not None and not callable(given_ids):
+        given_ids = list(given_ids)
     found = []
     for position, one in enumerate(sets):
         marks: list[Any] = []

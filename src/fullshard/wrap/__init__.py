@@ -21,7 +21,7 @@ from fullshard.wrap.frozen import (
 )
 from fullshard.wrap.ignored import Ignored, resolve_ignored
 from fullshard.wrap.manual import enable_wrap, wrap
-from fullshard.wrap.marker import is_unit
+from fullshard.wrap.marker import is_in_place, is_unit
 from fullshard.wrap.plan import Attribute, Decision, Plan, decide
 from fullshard.wrap.policies import (
     CustomPolicy,
@@ -57,6 +57,7 @@ __all__ = [
     "describe",
     "enable_wrap",
     "find_norms_needing_full_precision",
+    "is_in_place",
     "is_unit",
     "lambda_auto_wrap_policy",
     "needs_full_precision",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import get_args
 
 from torch import nn
 
 from fullshard.api import MixedPrecision
-from fullshard.wrap.description import Description, UnitDescription, describe_unit
+from fullshard.wrap.description import Description, Layout, UnitDescription, describe_unit
 from fullshard.wrap.graph import walk
 from fullshard.wrap.ignored import resolve_ignored
-from fullshard.wrap.plan import Plan, decide
+from fullshard.wrap.marker import is_in_place
+from fullshard.wrap.plan import Plan, decide, units_in_place
 from fullshard.wrap.render import render_tree, size_text
 from fullshard.wrap.selection import Policy
 
@@ -30,12 +32,18 @@ def describe(
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
     mixed_precision: MixedPrecision | None = None,
     use_orig_params: bool = False,
+    layout: Layout = "flat",
 ) -> Description:
     """Describe the units that ``policy`` would create in ``model`` on ``world_size`` ranks.
 
     The result prints as the module tree with its units, their sizes, and remarks on likely
     mistakes; programs can read the same from its fields. Nothing is wrapped or allocated, and the
     model may be on the meta device. Pass the options that you will pass to the constructor.
+
+    With ``layout="rows"`` the units are those of ``fully_shard``, applied to each module that the
+    policy matches and then to the model: ranks hold rows of each parameter. So they are if the
+    model has been sharded in this way already; its units are then described as they are, for any
+    number of ranks.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     >>> describe(model, world_size=3).units[0].shard_elements
@@ -47,19 +55,33 @@ def describe(
         )
     if world_size < 1:
         raise ValueError(f"world_size expects at least 1 rank, but got {world_size}")
-    plan = decide(
-        model,
-        policy,
-        ignored=resolve_ignored(model, ignored_modules, ignored_states),
-        root_arguments={"mixed_precision": mixed_precision, "use_orig_params": use_orig_params},
-    )
+    if layout not in get_args(Layout):
+        raise ValueError(f"layout expects 'flat' or 'rows', but got {layout!r}")
+    ignored = resolve_ignored(model, ignored_modules, ignored_states)
+    precision = mixed_precision
+    if any(map(is_in_place, walk(model))):
+        _check_no_policy(policy)
+        layout = "rows"
+        plan = units_in_place(model, ignored=ignored, root_arguments={"mixed_precision": precision})
+    else:
+        arguments = {"mixed_precision": precision, "use_orig_params": use_orig_params}
+        plan = decide(model, policy, ignored=ignored, root_arguments=arguments)
+    separates_frozen = use_orig_params or layout == "rows"
     decisions = sorted((plan.root, *plan.decisions), key=lambda d: plan.graph.index_of[d.module])
-    units = tuple(describe_unit(plan, decision, world_size) for decision in decisions)
+    units = tuple(describe_unit(plan, decision, world_size, layout) for decision in decisions)
     ignored_elements = sum(p.numel() for p in _parameters(model) if p in plan.ignored.parameters)
-    remarks = tuple(_remarks(plan, units, use_orig_params))
+    remarks = tuple(_remarks(plan, units, separates_frozen))
     tree = render_tree(plan, {unit.path: unit for unit in units})
     text = "\n".join([tree, "", *_totals(units, ignored_elements, world_size), *_bulleted(remarks)])
     return Description(type(model).__name__, world_size, units, ignored_elements, remarks, text)
+
+
+def _check_no_policy(policy: Policy | None) -> None:
+    if policy is not None:
+        raise ValueError(
+            "fully_shard has been applied to the model, whose units are described as they are: "
+            "leave policy out, or describe the model before"
+        )
 
 
 def _parameters(model: nn.Module) -> set[nn.Parameter]:
@@ -94,7 +116,7 @@ def _bulleted(remarks: Sequence[str]) -> list[str]:
     return ["", "Remarks", *("- " + remark.replace("\n", "\n  ") for remark in remarks)]
 
 
-def _remarks(plan: Plan, units: Sequence[UnitDescription], use_orig_params: bool) -> list[str]:
+def _remarks(plan: Plan, units: Sequence[UnitDescription], separates_frozen: bool) -> list[str]:
     remarks = list(plan.warnings)
     nested = units[1:]
     small = [u for u in nested if u.elements and u.gathered_bytes < SMALL_GATHER_BYTES]
@@ -115,8 +137,8 @@ def _remarks(plan: Plan, units: Sequence[UnitDescription], use_orig_params: bool
         )
     for example, count in _by_class([u for u in units if 0 < u.frozen_elements < u.elements]):
         consequence = (
-            "they are flattened separately, and the frozen ones take no gradient memory"
-            if use_orig_params
+            "they are sharded separately, and the frozen ones take no gradient memory"
+            if separates_frozen
             else "the constructor rejects this unless use_orig_params=True"
         )
         remarks.append(

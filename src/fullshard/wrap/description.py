@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from fullshard.wrap.plan import Decision, Plan
 
-__all__ = ["Description", "UnitDescription", "describe_unit"]
+__all__ = ["Description", "Layout", "UnitDescription", "describe_unit"]
+
+#: How ranks share a unit's parameters: equal parts of a flat buffer, or rows of each.
+Layout = Literal["flat", "rows"]
 
 #: With use_orig_params=True, each parameter of a flat buffer but the last is padded to this.
 _ALIGNMENT_BYTES = 16
@@ -93,18 +96,29 @@ class Description:
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters that share one flat buffer: same dtype and trainability."""
+    """Parameters that are all-gathered together: same dtype and trainability.
+
+    A parameter's ``rows`` are the size of the dimension along which ``fully_shard`` cuts it.
+    """
 
     numels: tuple[int, ...]
+    rows: tuple[int, ...]
     item_bytes: int
     compute_item_bytes: int
 
-    def buffer_elements(self, *, aligned: bool) -> int:
-        """The number of elements in the unsharded flat buffer, without the padding at its end."""
-        if not aligned:
-            return sum(self.numels)
+    def flat_shard(self, ranks: int, *, aligned: bool) -> int:
+        """The elements of a rank's equal part of a flat buffer, padding included."""
+        elements = self._packed(self.numels) if aligned else sum(self.numels)
+        return -(-elements // ranks)
+
+    def row_shard(self, ranks: int) -> int:
+        """The elements of a rank's rows of every parameter, as many as the first rank has."""
+        rows = zip(self.numels, self.rows, strict=True)
+        return self._packed([-(-count // ranks) * (n // max(count, 1)) for n, count in rows])
+
+    def _packed(self, numels: Sequence[int]) -> int:
         step = max(_ALIGNMENT_BYTES // self.compute_item_bytes, 1)
-        *padded, last = self.numels
+        *padded, last = numels
         return sum(-(-numel // step) * step for numel in padded) + last
 
 
@@ -119,6 +133,7 @@ def _groups(
     return [
         _Group(
             numels=tuple(parameter.numel() for parameter in members),
+            rows=tuple(map(_rows, members)),
             item_bytes=members[0].element_size(),
             compute_item_bytes=(compute or members[0].dtype).itemsize,
         )
@@ -126,14 +141,30 @@ def _groups(
     ]
 
 
-def describe_unit(plan: Plan, decision: Decision, world_size: int) -> UnitDescription:
+def _rows(parameter: Any) -> int:
+    """The size of the dimension that ranks share: that of a DTensor's shards, or the first."""
+    if parameter.dim() == 0:
+        return 1
+    placements = getattr(parameter, "placements", ())
+    dims = [placement.dim for placement in placements if hasattr(placement, "dim")]
+    rows: int = parameter.shape[dims[0] if dims else 0]
+    return rows
+
+
+def describe_unit(
+    plan: Plan, decision: Decision, world_size: int, layout: Layout = "flat"
+) -> UnitDescription:
     """Compute the sizes of the unit of ``decision``, sharded over ``world_size`` ranks."""
     arguments: Mapping[str, Any] = decision.arguments
     precision = arguments.get("mixed_precision")
     compute = None if precision is None else precision.param_dtype
+    by_rows = layout == "rows"
     aligned = bool(arguments.get("use_orig_params", False))
-    groups = _groups(decision.managed, compute, aligned)
-    shards = [-(-group.buffer_elements(aligned=aligned) // world_size) for group in groups]
+    groups = _groups(decision.managed, compute, aligned or by_rows)
+    if by_rows:
+        shards = [group.row_shard(world_size) for group in groups]
+    else:
+        shards = [group.flat_shard(world_size, aligned=aligned) for group in groups]
     paths = [plan.graph.path(plan.graph.index_of[place.parent]) for place in decision.places]
     return UnitDescription(
         path=decision.path,

@@ -15,10 +15,11 @@ from torch import nn
 from fullshard.wrap.assignment import Assignment, assign
 from fullshard.wrap.graph import ModuleGraph, walk
 from fullshard.wrap.ignored import NOTHING_IGNORED, Ignored, resolve_ignored
-from fullshard.wrap.marker import is_unit
+from fullshard.wrap.marker import is_in_place, is_unit
+from fullshard.wrap.policies import CustomPolicy
 from fullshard.wrap.selection import Policy, Selection, Sizes, policy_name, select
 
-__all__ = ["Attribute", "Decision", "Plan", "decide"]
+__all__ = ["Attribute", "Decision", "Plan", "decide", "units_in_place"]
 
 _CLASSES_NAMED_AT_MOST = 12
 
@@ -99,6 +100,31 @@ def decide(
     0 2
     """
     _check_not_wrapped(root)
+    return _decide(root, policy, ignored, root_arguments)
+
+
+def units_in_place(
+    root: nn.Module,
+    *,
+    ignored: Ignored = NOTHING_IGNORED,
+    root_arguments: Mapping[str, Any] | None = None,
+) -> Plan:
+    """The plan that made the units of ``root``, to which ``fully_shard`` was applied."""
+    if not is_in_place(root):
+        raise ValueError(
+            f"fully_shard was applied inside of {type(root).__name__}, but not to it: describe "
+            "each of the modules that it was applied to, or the model before"
+        )
+    policy = CustomPolicy(is_in_place)
+    return _decide(root, policy, ignored, root_arguments)
+
+
+def _decide(
+    root: nn.Module,
+    policy: Policy | None,
+    ignored: Ignored,
+    root_arguments: Mapping[str, Any] | None,
+) -> Plan:
     arguments = {k: v for k, v in (root_arguments or {}).items() if k not in _NOT_INHERITED}
     graph = ModuleGraph(root, ignored.modules, ignored.parameters)
     if policy is None:
@@ -108,7 +134,7 @@ def decide(
         selection = select(graph, policy, ignored, arguments, exempt_classes)
     also_ignored = _ignored_by_single_modules(graph, selection, ignored)
     if also_ignored is not None:
-        return decide(root, policy, ignored=also_ignored, root_arguments=root_arguments)
+        return _decide(root, policy, also_ignored, root_arguments)
 
     assignment = assign(graph, selection.arguments)
     reached = _IgnoredByUnit(graph, assignment, ignored)

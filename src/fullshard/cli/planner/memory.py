@@ -49,7 +49,8 @@ class UnitSizes:
 
     ``shard`` and ``gradient_shard`` are persistent. ``full`` is in use while the unit is unsharded,
     ``reduce_buffer`` from the last gradient until the reduce-scatter is done. ``reduced`` is the
-    output of the reduce-scatter.
+    output of the reduce-scatter. ``gathered`` is what an all-gather fills apart from the full
+    parameters, until they are copied from it.
     """
 
     path: str
@@ -58,6 +59,7 @@ class UnitSizes:
     full: int
     reduce_buffer: int
     reduced: int
+    gathered: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,8 @@ class _Walk:
     seen: list[tuple[Parts, str]] = field(default_factory=list)
     #: Paths of the units that are unsharded.
     gathered: dict[str, None] = field(default_factory=dict)
+    #: Those of them whose full parameters are where modules compute with them.
+    in_place: set[str] = field(default_factory=set)
     #: Units in the order in which their forward ended; backward runs in reverse order.
     passed: list[str] = field(default_factory=list)
     #: The unit whose forward began last.
@@ -184,7 +188,7 @@ class _Walk:
         is_root = moment.unit == ""
         if moment.event is Event.FORWARD:
             is_first = self.begun is None
-            self.gathered[unit.path] = None
+            self._show_full(unit, moment)
             self.begun = unit.path
             del self.forwards_to_come[0]
             if self.facts.plan.prefetches_in_training:
@@ -201,13 +205,13 @@ class _Walk:
                 self._free_after_forward(unit.path)
         elif moment.event is Event.BACKWARD:
             self._settle()
-            self.gathered[unit.path] = None
+            self._show_full(unit, moment)
             if self.facts.plan.prefetches_before_backward and self._may_prefetch(is_first=is_root):
                 position = self.passed.index(unit.path)
                 for ahead in self.facts.policy.positions_ahead_in_backward(position):
                     self.gathered[self.passed[ahead]] = None
         elif moment.event is Event.GRADIENTS:
-            self.gathered.pop(unit.path, None)
+            self._free(unit.path)
             # The gradients are copied into the reduce buffer while autograd still holds them.
             self._consider(moment.tensors, moment.gradients + unit.reduce_buffer, moment)
             self.pending = unit
@@ -228,12 +232,23 @@ class _Walk:
         if self.facts.plan.releases_late_in_forward:
             self.owed = path
         else:
-            self.gathered.pop(path, None)
+            self._free(path)
 
     def _settle(self) -> None:
         if self.owed is not None:
-            self.gathered.pop(self.owed, None)
+            self._free(self.owed)
             self.owed = None
+
+    def _show_full(self, unit: UnitSizes, moment: Moment) -> None:
+        """Have a unit's full parameters in place; a prefetch may have gathered them before."""
+        self.gathered[unit.path] = None
+        if unit.path not in self.in_place:
+            self.in_place.add(unit.path)
+            self._consider(moment.tensors, moment.gradients, moment, copied=unit.gathered)
+
+    def _free(self, path: str) -> None:
+        self.gathered.pop(path, None)
+        self.in_place.discard(path)
 
     def _carry_out_reduce(self, moment: Moment) -> None:
         if self.in_flight is not None:
@@ -259,10 +274,12 @@ class _Walk:
         received = int(unit.reduce_buffer * self.facts.received_part)
         return unit.reduce_buffer + received + unit.reduced
 
-    def _consider(self, tensors: int, whole_gradients: int, moment: Moment) -> None:
+    def _consider(
+        self, tensors: int, whole_gradients: int, moment: Moment, copied: int = 0
+    ) -> None:
         shards, _, optimizer = self.resting
         on_device = (shards, self.gradients, optimizer) if not self.facts.offloaded else (0, 0, 0)
-        full = sum(self.units[path].full for path in self.gathered)
+        full = sum(self.units[path].full for path in self.gathered) + copied
         self.seen.append((Parts(*on_device, full, whole_gradients, tensors), _in_words(moment)))
 
 

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fullshard.wrap.description import Description
+from fullshard.wrap.description import Description, Layout
 from fullshard.wrap.render import size_text
 
 from ..checks import check_batch, check_size
@@ -33,9 +33,13 @@ _USABLE = 0.9
 
 
 def plan(
-    values: Mapping[str, Any], device_memory: str | None = None, vocabulary: int | None = None
+    values: Mapping[str, Any],
+    device_memory: str | None = None,
+    vocabulary: int | None = None,
+    api: str = "wrapper",
 ) -> int:
     """Print the table, and whether the model fits; returns the exit status, 3 if it does not."""
+    layout = _layout(api)
     limit = bytes_of_device(device_memory) if device_memory is not None else None
     model = values.get("model", "")
     is_own = ":" in model
@@ -55,9 +59,9 @@ def plan(
         options = dataclasses.replace(options, wrap=repeated_class(subject.model) or "none")
     device = torch.device(_device_kind(options, device_memory))
     with step_errors_as_bad_input(model) if is_own else contextlib.nullcontext():
-        units, predicted = predict_memory(subject, options, ranks, device)
+        units, predicted = predict_memory(subject, options, ranks, device, layout)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(_heading(options, ranks, device, units, vocabulary))
+    console.print(_heading(options, ranks, device, units, vocabulary, api))
     if chooses_wrap:
         console.print(_chosen_wrap(options.wrap))
     console.print(_table(predicted))
@@ -68,6 +72,14 @@ def plan(
         return 0
     console.print(_verdict(predicted.total, limit, str(device_memory)))
     return 0 if predicted.total <= limit else DOES_NOT_FIT
+
+
+def _layout(api: str) -> Layout:
+    """How the units of an API share their parameters."""
+    layouts: dict[str, Layout] = {"wrapper": "flat", "fully_shard": "rows"}
+    if api not in layouts:
+        raise BadInput(f"api expects wrapper or fully_shard, but got {api!r}")
+    return layouts[api]
 
 
 def checked_vocabulary(given: int | None) -> int:
@@ -103,8 +115,10 @@ def _heading(
     device: torch.device,
     units: Description,
     vocabulary: int | None,
+    api: str,
 ) -> str:
     extras = [
+        *(["fully_shard"] if api == "fully_shard" else []),
         *(["offload"] if options.offload else []),
         *(["activation checkpointing"] if options.checkpoint_activations else []),
     ]

@@ -11,7 +11,7 @@ from torch import nn
 from fullshard.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fullshard.engine.runtime.policy import UnitOptions, policy_for
 from fullshard.wrap import describe
-from fullshard.wrap.description import Description, UnitDescription
+from fullshard.wrap.description import Description, Layout, UnitDescription
 
 from ..model import GPT, VOCABULARY, next_token_loss
 from ..options import Options
@@ -47,10 +47,15 @@ def token_loss(model: nn.Module, sequences: int, length: int) -> torch.Tensor:
 
 
 def predict_memory(
-    subject: Subject, options: Options, ranks: int, device: torch.device
+    subject: Subject,
+    options: Options,
+    ranks: int,
+    device: torch.device,
+    layout: Layout = "flat",
 ) -> tuple[Description, Prediction]:
     """Return the units of a model, and the memory that a step takes on each of ``ranks`` ranks.
 
+    The units are the wrapper's, or with the layout in rows those of ``fully_shard``.
     Converts the subject's model to compute precision.
     """
     model = subject.model
@@ -62,6 +67,7 @@ def predict_memory(
         world_size=shards,
         mixed_precision=mixed_precision(options),
         use_orig_params=True,
+        layout=layout,
     )
     if options.checkpoint_activations:
         checkpoint_units(model, policy)
@@ -81,7 +87,7 @@ def predict_memory(
         accumulates=options.accumulate > 1,
         received_part=0.0 if is_accelerator else 0.5 if ranks == 2 else 1.0,
     )
-    units = [_sizes(unit, options, facts) for unit in description.units]
+    units = [_sizes(unit, options, facts, layout) for unit in description.units]
     return description, predict(units, moments, facts)
 
 
@@ -98,7 +104,7 @@ def _unit_options(options: Options, ranks: int) -> UnitOptions:
     )
 
 
-def _sizes(unit: UnitDescription, options: Options, facts: Facts) -> UnitSizes:
+def _sizes(unit: UnitDescription, options: Options, facts: Facts, layout: Layout) -> UnitSizes:
     trained = 1 - unit.frozen_elements / unit.elements if unit.elements else 0
     gradient_shard = int(unit.shard_bytes * trained)
     whole = not facts.options.is_sharded
@@ -114,4 +120,5 @@ def _sizes(unit: UnitDescription, options: Options, facts: Facts) -> UnitSizes:
         full=0 if uses_shard else unit.gathered_bytes,
         reduce_buffer=gradient_shard * shards_in_all if reduces else 0,
         reduced=gradient_shard,
+        gathered=unit.gathered_bytes if layout == "rows" and not whole else 0,
     )

@@ -47,10 +47,12 @@ _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _hooks: list[Any] = []
 
 
-def watch_optimizers(units: Iterable[Unit]) -> None:
-    """Let optimizers be looked at, from now on, if ``units`` have what some of them cannot step."""
-    handles = (handle for unit in units for handle in unit.handles)
-    if not _hooks and any(h.is_cut or not h.use_orig_params for h in handles):
+def watch_optimizers(unit: Unit) -> None:
+    """Let optimizers be looked at, from now on, if ``unit`` has what some of them cannot step.
+
+    When it is made, because an optimizer's first step may run the first forward, in a closure.
+    """
+    if not _hooks and any(h.is_cut or not h.use_orig_params for h in unit.handles):
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
 

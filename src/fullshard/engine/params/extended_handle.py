@@ -43,7 +43,7 @@ class ExtendedRowHandle(RowHandle):
         locals_: list[torch.Tensor] = []
         with torch.no_grad():
             for index, original in enumerate(originals):
-                rows = self._own_chunk(index, original)
+                rows = self.own_rows(index, original)
                 local = rows.new_zeros(rows.shape)
                 local.copy_(rows)
                 whole = self.shardings[index].assemble(local)

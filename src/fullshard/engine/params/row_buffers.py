@@ -231,6 +231,19 @@ def by_rank(gathered: torch.Tensor, layout: RowLayout) -> list[torch.Tensor]:
     return views
 
 
+def whole_parameters(gathered: torch.Tensor, layout: RowLayout) -> list[torch.Tensor]:
+    """The parameters in what was all-gathered, copied into their own shapes."""
+    found: list[torch.Tensor] = []
+    for columns, chunk, slot in zip(
+        by_rank(gathered, layout), layout.chunks, layout.slots, strict=True
+    ):
+        if chunk.dim == 0:
+            found.append(columns.reshape(-1)[: slot.numel].view(slot.shape))
+        else:
+            found.append(columns.movedim(0, chunk.dim).reshape(slot.shape))
+    return found
+
+
 def by_parameter(
     flat: torch.Tensor, layout: RowLayout, offsets: Sequence[int]
 ) -> list[torch.Tensor]:

@@ -28,7 +28,7 @@ from .handle import FlatParamHandle
 from .layout import alignment_elements
 from .locations import ParameterLocation, containers_of
 from .replacements import parameter_at
-from .row_buffers import RowFullBuffer, RowReduceBuffer
+from .row_buffers import RowFullBuffer, RowReduceBuffer, whole_parameters
 from .row_layout import RowLayout
 from .row_parts import RowPart, part_of
 from .tensor_parallel import Distribution, distributions_of, is_distributed
@@ -86,6 +86,25 @@ def _maker_of_dtensors() -> Callable[..., Any]:
     # Not imported with this file: who does not use DTensors is spared the second it takes.
     kind: Any = importlib.import_module("torch.distributed.tensor").DTensor
     return functools.partial(inspect.unwrap(kind.__new__), kind)
+
+
+def at_start(local: torch.Tensor) -> torch.Tensor:
+    """A tensor like ``local`` at the beginning of its memory, to make a DTensor from.
+
+    A DTensor has no memory of its own, but takes over where in its memory the local part begins;
+    anywhere else than at the beginning, torch cannot copy it (``copy.deepcopy``).
+    """
+    return local.as_strided(local.shape, local.stride(), 0)
+
+
+def copyable(value: Any) -> Any:
+    """A DTensor of the same local part, which ``copy.deepcopy`` can copy."""
+    local = value._local_tensor
+    if local.storage_offset() == 0:
+        return value
+    found = type(value)(at_start(local), value._spec, requires_grad=False)
+    found._local_tensor = local
+    return found
 
 
 class RowHandle(FlatParamHandle):
@@ -182,16 +201,16 @@ class RowHandle(FlatParamHandle):
             for index, original in enumerate(originals):
                 view = self.sharded[index]
                 if not original.is_meta:
-                    view.copy_(self._own_chunk(index, original))
-                whole = self.shardings[index].assemble(view)
+                    view.copy_(self.own_rows(index, original))
+                whole = self.shardings[index].assemble(at_start(view))
                 parameter = nn.Parameter(whole, requires_grad=original.requires_grad)
                 for name, value in vars(original).items():
                     setattr(parameter, name, value)
                 self.params.append(parameter)
         self._bind()
 
-    def _own_chunk(self, index: int, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a whole parameter."""
+    def own_rows(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a whole parameter, or of what has its shape; a view."""
         chunk = self.layout.chunks[index]
         rows = self._chunk_shapes[index][chunk.dim]
         start = min(self.rank * chunk.size, whole.shape[chunk.dim])
@@ -220,6 +239,11 @@ class RowHandle(FlatParamHandle):
         self._describe()
         for parameter, view in zip(self.params, self.sharded, strict=True):
             parameter._local_tensor = view  # type: ignore[attr-defined]
+        #: By parameter, what a DTensor like it is made from.
+        self._patterns = {
+            id(parameter): at_start(view)
+            for parameter, view in zip(self.params, self.sharded, strict=True)
+        }
         self._containers, self._keys, self._indices = containers_of(self.places, registered=True)
         self._remember()
         self.show_sharded()
@@ -282,7 +306,7 @@ class RowHandle(FlatParamHandle):
                 "replace it by a DTensor with the mesh and placements of the old one"
             )
         self._check_shape(path, sharding.shape, parameter.shape)
-        local = self._own_chunk(index, parameter).clone()
+        local = self.own_rows(index, parameter).clone()
         return nn.Parameter(sharding.assemble(local), requires_grad=parameter.requires_grad)
 
     @staticmethod
@@ -391,14 +415,25 @@ class RowHandle(FlatParamHandle):
         return piece if piece.numel() else reduced[chunk.offset : chunk.offset + chunk.numel]
 
     def keep_changes(self, buffer: FullBuffer) -> None:
-        for index, view in enumerate(self.sharded):
-            view.data.copy_(self._own_chunk(index, buffer.views[index]))
+        for index, whole in enumerate(buffer.views):
+            self.store(index, whole)
+
+    def store(self, index: int, whole: torch.Tensor) -> None:
+        """Copy this rank's rows of a whole parameter into the shard."""
+        # Through .data, so that autograd does not see a change of a parameter saved for backward.
+        self.sharded[index].data.copy_(self.own_rows(index, whole))
+
+    def from_all_ranks(self, gathered: torch.Tensor) -> list[torch.Tensor]:
+        """What the shards of all ranks, one after another, hold, in the shapes of parameters."""
+        return whole_parameters(gathered, self.layout)
 
     # -- gradients ----------------------------------------------------------------------------
 
     def distributed(self, parameter: Any, gradient: torch.Tensor) -> torch.Tensor:
         """A reduced gradient as users see it: a DTensor like its parameter."""
-        shown: Any = self._dtensor(gradient, parameter._spec, requires_grad=False)
+        pattern = self._patterns[id(parameter)]
+        shown: Any = self._dtensor(pattern, parameter._spec, requires_grad=False)
+        shown._local_tensor = gradient
         shown._fullshard_reduced = True
         return shown
 

@@ -20,9 +20,9 @@ from ...api import (
     StateDictType,
 )
 from ...engine.params.locations import clean_tensor_name
-from ...wrap import is_unit
 from ..model.methods import StateDicts
 from ..model.sharded_tensors import empty_like, is_sharded, shape_of
+from ..model.units import units_in
 from ..optim.load import check_loadable
 from ..optim.methods import OptimStateDicts
 from ..optim.params import parameter_groups_of
@@ -54,9 +54,8 @@ def optimizers_in(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 def agree_to(verb: str, model: nn.Module) -> None:
     """Check that all ranks do this next; the order check finds a rank that does not."""
-    wrapper: Any = next(filter(is_unit, model.modules()), None)
-    if wrapper is not None:
-        unit = wrapper._unit
+    unit = next(iter(units_in(model)), None)
+    if unit is not None:
         for group in filter(None, (unit.shards, unit.copies)):
             group.agree(verb, unit.name)
 

@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ...engine.params.row_handle import RowHandle
 from ...wrap import is_unit
+from ..model.units import units_in
 
 
 def is_sharded_in_place(model: nn.Module) -> bool:
     """Whether ``fully_shard`` was applied to a module of ``model``."""
-    units: Any = filter(is_unit, model.modules())
-    return any(isinstance(h, RowHandle) for unit in units for h in unit._unit.handles)
+    return any(isinstance(h, RowHandle) for unit in units_in(model) for h in unit.handles)
 
 
 def state_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:

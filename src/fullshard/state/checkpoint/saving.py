@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ...engine.params.tensor_parallel import is_distributed, local_part
 from ..model.sharded_tensors import is_sharded
 from . import folder as folders
-from .content import agree_to, state_of
+from .content import agree_to, optimizers_in, state_of
 from .errors import CheckpointError
 from .group import CheckpointGroup, explain
 from .manifest import Manifest, Table, write_manifest
@@ -138,7 +138,7 @@ def save(
         # Unsharded values, such as running statistics, may differ between ranks: save the first's.
         tensors = {name: value for name, value in tensors.items() if is_sharded(value)}
     if asynchronous:
-        _detach_from_training(tensors, model)
+        _detach_from_training(tensors, model, optimizers_in(optimizer))
 
     # Resolved now: the program may change its working folder before the background save ends.
     folder = Path(path).absolute()
@@ -192,12 +192,18 @@ def _write(
     return final
 
 
-def _detach_from_training(tensors: Tensors, model: nn.Module) -> None:
+def _detach_from_training(
+    tensors: Tensors, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
     """Copy all tensors that share memory with the model; the units' are copies already.
 
-    DTensors that no unit manages share memory with the model if it is in host memory.
+    DTensors that no unit manages share memory with the model if it is in host memory, as those
+    that ``fully_shard`` made do, and the state of their optimizers.
     """
-    in_use = {_memory_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    states = (state for each in optimizers for state in each.state.values())
+    values = (value for state in states for value in state.values())
+    found = (value for value in values if isinstance(value, torch.Tensor))
+    in_use = {_memory_of(tensor) for tensor in (*model.parameters(), *model.buffers(), *found)}
     for name, value in tensors.items():
         if is_distributed(value):
             if _memory_of(value) in in_use:

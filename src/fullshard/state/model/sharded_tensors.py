@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ...engine.comm.backends import is_gloo
 from ...engine.comm.collectives import Group, group_for
 from ...engine.runtime.unit import Unit
 
@@ -280,8 +281,7 @@ def gather_full(value: Any, name: str, device: torch.device) -> torch.Tensor:
     """All-gather a sharded tensor on ``device``; all ranks that have chunks of it call this."""
     full: torch.Tensor
     if hasattr(value, "to_local"):
-        # A DTensor may be in host memory, which the backend of its mesh cannot access.
-        full = value.to(value.device_mesh.device_type).full_tensor()
+        full = value.to(_gathering_place(value.device_mesh)).full_tensor()
         return full.to(device)
     group = group_for(value._process_group)
     rows = local_rows(value, group)
@@ -290,3 +290,13 @@ def gather_full(value: Any, name: str, device: torch.device) -> torch.Tensor:
     place = device if device.type in kinds else torch.device(kinds[0])
     (full,) = gather_chunks(group, name, place, [shape_of(value)], [rows])
     return full.to(device)
+
+
+def _gathering_place(mesh: Any) -> str:
+    """Where a DTensor on ``mesh`` is all-gathered: in memory that its backend can access.
+
+    DTensor's collectives over gloo end the process where tensors are in a GPU's memory.
+    """
+    over_gloo = all(map(is_gloo, mesh.get_all_groups()))
+    kind: str = mesh.device_type
+    return "cpu" if over_gloo else kind

@@ -1,7 +1,8 @@
 """``summon_full_params``: unshards units, in full precision, for the duration of a context.
 
 Inside the context a unit registers full ``nn.Parameter`` objects under the original names. With
-``use_orig_params=True`` these are the objects that the optimizer holds, otherwise new ones.
+``use_orig_params=True`` these are the objects that the optimizer holds, otherwise new ones, as they
+are in place of DTensors.
 """
 
 from __future__ import annotations
@@ -19,10 +20,40 @@ from ...engine.grads.gradients import set_gradient
 from ...engine.params.buffers import FullBuffer
 from ...engine.params.handle import FlatParamHandle
 from ...engine.params.replacements import check_shape, note_shown, parameter_at, refuse_tie
+from ...engine.params.row_handle import RowHandle
 from ...engine.params.tensor_parallel import as_shown, local_part
 from ...engine.runtime.forward import Schedule
 from ...engine.runtime.unit import Unit
 from .gathering import full_views, gather_shards, in_buffer_order, store_own_part
+from .summoned_rows import SummonedRows
+from .units import steps_of
+
+
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> contextlib.AbstractContextManager[None]:
+    """Inside the context ``module`` has its full parameters, under their original names.
+
+    It is sharded by wrappers or by :func:`fully_shard`, as a whole or in parts; all ranks call
+    this. Changes made inside are kept if ``writeback``; with ``rank0_only`` the other ranks keep
+    seeing their shards; ``with_grads`` shows full gradients too. Without ``recurse`` only the
+    module's own unit has full parameters, not those of modules below it.
+
+    >>> with fullshard.summon_full_params(model), torch.no_grad():
+    ...     norm = model.head.weight.norm()
+    """
+    return summon(
+        steps_of(module, recurse=recurse),
+        writeback=writeback,
+        rank0_only=rank0_only,
+        offload_to_cpu=offload_to_cpu,
+        with_grads=with_grads,
+    )
 
 
 @contextlib.contextmanager
@@ -62,11 +93,11 @@ class _SummonedUnit:
         unit.start_unshard(full_precision=True)
         unit.finish_unshard()
         unit.mark_summoned(True, everywhere=False)
-        self._groups: list[_SummonedGroup] = []
+        self._groups: list[_SummonedGroup | SummonedRows] = []
         if visible:
             with torch.no_grad():
                 self._groups = [
-                    _SummonedGroup(handle, buffer, to_cpu)
+                    _show_full(handle, buffer, to_cpu)
                     for handle, buffer in zip(unit.handles, unit.full_buffers, strict=True)
                 ]
         if with_grads:
@@ -88,8 +119,16 @@ class _SummonedUnit:
             self._unit.reshard()
 
 
+def _show_full(
+    handle: FlatParamHandle, buffer: FullBuffer, to_cpu: bool
+) -> _SummonedGroup | SummonedRows:
+    if isinstance(handle, RowHandle):
+        return SummonedRows(handle, buffer, to_cpu)
+    return _SummonedGroup(handle, buffer, to_cpu)
+
+
 class _SummonedGroup:
-    """One group of a summoned unit."""
+    """One group of a summoned unit, whose parameters are parts of a flat one."""
 
     def __init__(self, handle: FlatParamHandle, buffer: FullBuffer, to_cpu: bool) -> None:
         self._handle = handle
@@ -241,15 +280,17 @@ def _full_gradients(unit: Unit, handle: FlatParamHandle) -> list[torch.Tensor | 
     slots = handle.layout.slots
     if not handle.is_sharded:
         return [p.grad for p in handle.params]
+    rows = handle if isinstance(handle, RowHandle) else None
     shard = torch.zeros(handle.layout.shard_numel, dtype=handle.dtypes.shard, device=handle.device)
     present = torch.zeros(len(slots), device=handle.device)
     for index, (parameter, piece) in enumerate(zip(handle.params, handle.pieces, strict=True)):
         if parameter.grad is not None:
-            shard[piece.offset : piece.offset + piece.numel].copy_(parameter.grad)
+            local = parameter.grad if rows is None else rows.local_gradient(parameter).reshape(-1)
+            shard[piece.offset : piece.offset + piece.numel].copy_(local)
             present[index] = 1
     (full,) = gather_shards(unit, [handle], [shard])
     unit.shards.all_reduce(present, unit.name)
-    views = full_views(handle, full)
+    views = full_views(handle, full) if rows is None else rows.from_all_ranks(full)
     return [view if some else None for view, some in zip(views, present.tolist(), strict=True)]
 
 
