@@ -46,8 +46,10 @@ class Group:
         self.size: int = group.size()
         is_real = isinstance(group, dist.ProcessGroup)
         self._agreement = agreement_for(group) if is_real else NoAgreement()
+        #: What all ranks expect; None where nobody checks it.
+        self._order = self._agreement.order
         #: Whether the ranks agree on every operation before it starts.
-        self.checks_order = not isinstance(self._agreement, NoAgreement)
+        self.checks_order = self._order is not None
         #: Whether the backend itself makes means of sums, which saves a kernel for each.
         self.averages = self.runs_ahead and "nccl" in backend_name(group)
         self.refuse: Callable[[str, str], None] | None = None
@@ -72,15 +74,22 @@ class Group:
 
     def agree(self, verb: str, unit: str, *tensors: torch.Tensor) -> None:
         """Return when all ranks are known to do this next, with tensors of these sizes."""
-        if self.checks_order:
-            self._settle((verb, unit, sum(map(torch.Tensor.numel, tensors))))
+        order = self._order
+        if order is None:
+            return
+        asked = (verb, unit, sum([tensor.numel() for tensor in tensors]))
+        expected = order.position.following
+        if expected.operation == asked and self.refuse is None:
+            order.position = expected
+        else:
+            self._settle(asked, begins_pass=False)
 
     def begin_pass(self, kind: str, unit: str) -> None:
         """Return when all ranks are known to begin this kind of pass."""
-        if self.checks_order:
+        if self._order is not None:
             self._settle((kind, unit, 0), begins_pass=True)
 
-    def _settle(self, asked: tuple[str, str, int], begins_pass: bool = False) -> None:
+    def _settle(self, asked: tuple[str, str, int], begins_pass: bool) -> None:
         if self.refuse is not None:
             self.refuse(*asked[:2])
         try:
@@ -93,6 +102,8 @@ class Group:
         """Wait for what was started (on an accelerator: order the current stream)."""
         try:
             for work in pending:
+                if self._order is not None:
+                    self._agreement.issued = work
                 work.wait()
         except BaseException:
             stuck.append(self.group)

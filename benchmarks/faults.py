@@ -1,0 +1,260 @@
+"""What every rank says, and when, after one rank does something wrong.
+
+For each fault, number of ranks and way of starting them, a small model is trained on real ranks by
+``faulty_training.py``. Times are seconds after the fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import functools
+import itertools
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+PROGRAM = Path(__file__).with_name("faulty_training.py")
+NURSERY = Path(__file__).with_name("fault_nursery.py")
+FAULTS = {
+    "skip": "skips a unit",
+    "exception": "raises an exception",
+    "kill": "is killed (kill -9)",
+    "hang": "hangs in user code",
+    "stop": "is stopped, and continued",
+    "leave": "leaves the training loop",
+}
+#: The first line of standard error that names an error.
+_ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?(?:\w+\.)*(\w+(?:Error|Exception): .*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one rank."""
+
+    rank: int
+    #: Seconds from the fault to an error, to the end of the process, and to the first warning.
+    told: float | None
+    ended: float | None
+    warned: float | None
+    first_error: str
+    warning: str
+    steps: int
+    status: int | None
+
+
+@dataclass(frozen=True)
+class Case:
+    fault: str
+    backend: str
+    ranks: int
+    launcher: bool
+    rank_at_fault: int
+    leave_at_once: bool = False
+    seconds: float = 20.0
+
+
+def run(case: Case, limit: float = 150.0) -> list[Outcome]:
+    """Train with a fault; what became of each rank."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if case.launcher:
+            logs = [folder / "launcher.log"] * case.ranks
+            ends = [_run_with_launcher(case, folder, limit)] * case.ranks
+        else:
+            logs = [folder / f"rank{rank}.log" for rank in range(case.ranks)]
+            ends = _run_ranks(case, folder, logs, limit)
+        return _outcomes(case, folder, ends, logs)
+
+
+def _arguments(case: Case, folder: Path) -> list[str]:
+    words = [str(PROGRAM), "--folder", str(folder), "--fault", case.fault]
+    words += ["--rank-at-fault", str(case.rank_at_fault), "--backend", case.backend]
+    words += ["--seconds", str(case.seconds)]
+    return words + ["--leave-at-once"] * case.leave_at_once
+
+
+def _run_ranks(
+    case: Case, folder: Path, logs: list[Path], limit: float
+) -> list[tuple[float, int | None]]:
+    """Run ranks that nobody watches; when and how each ended."""
+    port = _free_port()
+    ranks = []
+    for rank, log in enumerate(logs):
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(case.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        arguments = _arguments(case, folder)
+        ranks.append({"environment": environment, "log": str(log), "arguments": arguments})
+    nursery = _nursery()
+    assert nursery.stdin is not None
+    assert nursery.stdout is not None
+    nursery.stdin.write(json.dumps({"ranks": ranks, "limit": limit}) + "\n")
+    nursery.stdin.flush()
+    return [(ended, status) for ended, status in json.loads(nursery.stdout.readline())]
+
+
+@functools.cache
+def _nursery() -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, str(NURSERY)],
+        env=_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    # It ends when nothing is left to read.
+    atexit.register(process.communicate)
+    return process
+
+
+def _run_with_launcher(case: Case, folder: Path, limit: float) -> tuple[float, int | None]:
+    command = [sys.executable, "-m", "fullshard", "run", "--ranks", str(case.ranks)]
+    with (folder / "launcher.log").open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *_arguments(case, folder)], env=_environment(), stdout=output, stderr=output
+        )
+        try:
+            status: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            status = None
+    return time.time(), status
+
+
+def _environment() -> dict[str, str]:
+    kept = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **kept}
+
+
+def _outcomes(
+    case: Case, folder: Path, ends: list[tuple[float, int | None]], logs: list[Path]
+) -> list[Outcome]:
+    diaries: list[dict[str, Any]] = []
+    for rank in range(case.ranks):
+        file = folder / f"rank{rank}.json"
+        diaries.append(json.loads(file.read_text()) if file.exists() else {})
+    fault_at = next((d["fault_at"] for d in diaries if "fault_at" in d), None)
+    if fault_at is None:
+        raise RuntimeError(f"No fault happened in {case}:\n{logs[0].read_text()[-3000:]}")
+    outcomes = []
+    for rank, diary in enumerate(diaries):
+        ended, status = ends[rank]
+        warned = diary.get("warned_at")
+        outcomes.append(
+            Outcome(
+                rank=rank,
+                told=diary["ended_at"] - fault_at if "error" in diary else None,
+                ended=None if status is None else ended - fault_at,
+                warned=None if warned is None else warned - fault_at,
+                first_error=_first_error(case, diary, logs[rank]),
+                warning=diary.get("warned", ""),
+                steps=diary.get("steps", 0),
+                status=status,
+            )
+        )
+    return outcomes
+
+
+def _first_error(case: Case, diary: dict[str, Any], log: Path) -> str:
+    """What a user reads first: from the rank's own output where it has one."""
+    if case.launcher:
+        said: str = diary.get("error", "")
+        return said.partition("\n")[0]
+    found = _ERROR.search(log.read_text(errors="replace"))
+    return found.group(1) if found else ""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def describe(case: Case, outcomes: list[Outcome]) -> list[str]:
+    """The cells of a row of the table."""
+    at_fault = case.rank_at_fault % case.ranks
+    others = [outcome for outcome in outcomes if outcome.rank != at_fault]
+    ends = [outcome.ended for outcome in outcomes]
+    went_on = all(outcome.status == 0 and not outcome.first_error for outcome in outcomes)
+    last = "not all" if None in ends else f"{max(end or 0.0 for end in ends):.1f}"
+    errors = [outcome.told for outcome in others if outcome.told is not None]
+    warned = [outcome.warned for outcome in others if outcome.warned is not None]
+    told = f"{len(warned)} of {len(others)}, {max(warned):.1f} s" if warned else "no"
+    return [
+        FAULTS[case.fault] + (", others leave at once" if case.leave_at_once else ""),
+        f"{at_fault} of {case.ranks}",
+        "yes" if case.launcher else "no",
+        told,
+        f"{len(errors)} of {len(others)}, {max(errors):.1f} s" if errors else "no",
+        "went on" if went_on else last,
+        *_errors(outcomes, at_fault),
+    ]
+
+
+def _errors(outcomes: list[Outcome], at_fault: int) -> list[str]:
+    """First errors, of the rank at fault and of the others, each with the ranks that saw it."""
+    cells = []
+    for chosen in ([at_fault], [o.rank for o in outcomes if o.rank != at_fault]):
+        said: dict[str, list[int]] = {}
+        for rank in chosen:
+            said.setdefault(_short(outcomes[rank].first_error), []).append(rank)
+        cells.append("; ".join(f"{ranks}: {text}" for text, ranks in said.items()))
+    return cells
+
+
+def _short(error: str) -> str:
+    if not error:
+        return "none"
+    error = re.sub(r"rank \d+ waits", "rank … waits", error)
+    return error if len(error) <= 170 else error[:170] + "…"
+
+
+HEADER = (
+    *("a rank …", "which", "launcher", "others warned, by", "others raise, by"),
+    *("all ended after s", "its own first error", "the others' first error"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
+    parser.add_argument("--launcher", choices=("yes", "no", "both"), default="both")
+    parser.add_argument(
+        "--at-fault", nargs="+", choices=("first", "last"), default=["first", "last"]
+    )
+    parser.add_argument("--json", type=Path, help="write the results to this file, too")
+    given = parser.parse_args()
+    ways = {"yes": [True], "no": [False], "both": [False, True]}[given.launcher]
+    results = []
+    print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}", flush=True)
+    at_fault = [{"first": 0, "last": -1}[name] for name in given.at_fault]
+    for fault, ranks, launcher, rank in itertools.product(
+        given.faults, given.ranks, ways, at_fault
+    ):
+        case = Case(fault, given.backend, ranks, launcher, rank)
+        outcomes = run(case)
+        print(f"| {' | '.join(describe(case, outcomes))} |", flush=True)
+        results.append({"case": asdict(case), "outcomes": [asdict(o) for o in outcomes]})
+    if given.json is not None:
+        given.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
