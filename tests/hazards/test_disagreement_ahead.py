@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tests.hazards.test_disagreement import patience
 
 from fullshard import RanksDisagreeError
+from fullshard.engine.comm.announcement import announcements_of
 from fullshard.engine.comm.order_check import Agreement, Operation
 from fullshard.engine.comm.watcher import watch
 from fullshard.testing import ranks
@@ -26,7 +27,9 @@ PATIENCE = 0.4
 def watched_agreement() -> tuple[Agreement, Any, threading.Thread]:
     group = dist.new_group()
     _, store = dist.distributed_c10d._world.pg_map[group]
-    agreement = Agreement(store, dist.get_rank(), dist.get_world_size(), group=group)
+    agreement = Agreement(
+        store, dist.get_rank(), dist.get_world_size(), announcements=announcements_of(group)
+    )
     watcher = watch(agreement, group, PATIENCE)
     for _ in range(3):
         begin(agreement)

@@ -1,36 +1,40 @@
 """Small messages over a process group's own backend, by which ranks learn an order of operations.
 
-Beside ``collectives.py`` the only file that calls a group's collectives.
+Beside ``collectives.py`` the only file that calls a group's collectives. It calls its backend's, so
+that whoever counts what a model sends does not count these.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 
 from .pending_work import PendingWork
 
 #: Seconds between two looks at a collective that the host does not wait for by itself.
 _SHORTEST, _LONGEST = 2e-5, 2e-3
+#: What waits for a work, and looks around for other ranks meanwhile.
+Wait = Callable[[Any], None]
 
 
 class Announcements:
     """What the first rank of a group tells all others, and what all tell each other.
 
     The first rank's word goes down a tree of ranks: its cost grows with the logarithm of their
-    number, and the store is not asked.
+    number, and the store is not asked. The group is held weakly.
     """
 
-    def __init__(self, group: Any, wait: Callable[[Any], None]) -> None:
-        self._group = group
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group = weakref.ref(group)
         self._size: int = group.size()
-        kinds = {device.type for device in group._device_types}
-        self._kind = "cpu" if "cpu" in kinds else next(iter(kinds), "cpu")
-        self._wait_on_host = wait
+        self._device = device
         self._options = dist.BroadcastOptions()
         self._options.rootRank = 0
         self._least = dist.AllreduceOptions()
@@ -39,44 +43,64 @@ class Announcements:
     @property
     def is_possible(self) -> bool:
         """Whether the host can wait for the device now: not while a graph is being captured."""
-        return self._kind != "cuda" or not torch.cuda.is_current_stream_capturing()
+        return self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
-    def of_first(self, value: int) -> int:
+    def of_first(self, value: int, wait: Wait) -> int:
         """The first rank's ``value``."""
-        tensor = torch.tensor([value], dtype=torch.int64, device=self._kind)
+        tensor = self._number(value)
         alias = tensor.detach()
-        self._finish(self._group.broadcast([alias], self._options), alias)
+        self._finish(self._backend.broadcast([alias], self._options), wait, alias)
         return int(tensor.item())
 
-    def is_true_for_all(self, value: bool) -> bool:
+    def is_true_for_all(self, value: bool, wait: Wait) -> bool:
         """Whether ``value`` is true on every rank."""
-        tensor = torch.tensor([int(value)], dtype=torch.int64, device=self._kind)
+        tensor = self._number(value)
         alias = tensor.detach()
-        self._finish(self._group.allreduce([alias], self._least), alias)
+        self._finish(self._backend.allreduce([alias], self._least), wait, alias)
         return bool(tensor.item())
 
-    def of_all(self, record: bytes) -> list[bytes]:
+    def of_all(self, record: bytes, wait: Wait) -> list[bytes]:
         """Every rank's ``record``; all have the same length."""
-        own = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(self._kind)
+        own = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(self._device)
         received = own.new_empty(self._size * own.numel())
         alias, piece = received.detach(), own.detach()
-        if hasattr(self._group, "all_gather_single"):
-            work = self._group.all_gather_single(alias, piece)
-        else:
-            work = self._group._allgather_base(alias, piece)
-        self._finish(work, alias, piece)
+        # Not kept in a variable: nothing but what is waited for may hold the work.
+        self._finish(self._backend._allgather_base(alias, piece), wait, alias, piece)
         content = bytes(received.tolist())
         return [content[at : at + len(record)] for at in range(0, len(content), len(record))]
 
-    def _finish(self, work: Any, *tensors: torch.Tensor) -> None:
-        if self._kind == "cpu":
+    @property
+    def _backend(self) -> Any:
+        # Not kept: it would keep the group's connections and threads alive.
+        group = self._group()
+        assert group is not None
+        return group._get_backend(self._device)
+
+    def _number(self, value: int) -> torch.Tensor:
+        return torch.tensor([int(value)], dtype=torch.int64, device=self._device)
+
+    def _finish(self, work: Any, wait: Wait, *tensors: torch.Tensor) -> None:
+        if self._device.type == "cpu":
             started = PendingWork(work, tensors)
-            # Nothing but what is waited for may hold the work: see ``pending_work.py``.
             del work, tensors
-            self._wait_on_host(started.work)
+            wait(started.work)
             started.finish()
         else:
-            self._wait_on_host(_OnDevice(work))
+            wait(_OnDevice(work))
+
+
+def announcements_of(group: Any) -> Announcements | None:
+    """Announcements over ``group``; None if its backend is not one of torch's.
+
+    Where the group has several backends, over that of the host.
+    """
+    devices = sorted(group._device_types, key=lambda device: device.type != "cpu")
+    for device in devices:
+        # A process group that is written in Python has no backend.
+        with contextlib.suppress(RuntimeError):
+            if isinstance(group._get_backend(device), Backend):
+                return Announcements(group, device)
+    return None
 
 
 class _OnDevice:

@@ -24,21 +24,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from . import departure
-from .announcement import Announcements
+from .announcement import Announcements, announcements_of
 from .disagreement import Operation, Place, RankLostError, RanksDisagreeError
 from .inquiry import Inquiry
 from .mailbox import RECORD_SIZE, Address, host_towards, own_mailbox
+from .meeting import MeetingPlace
 from .order_table import Expectation, OrderTable
 from .watcher import watch
 
@@ -52,11 +52,8 @@ TELL_AFTER = 8.0
 LAST_RESORT = 1800.0
 #: Seconds within which a collective that failed is explained, or raises what the backend said.
 EXPLAIN_WITHIN = 6.0
-#: How often a waiting rank looks again; in the first seconds, this part of the time that it waited.
+#: How often a waiting rank looks again.
 _LOOK_EVERY = 0.25
-_OF_TIME_WAITED = 0.1
-#: Seconds per rank between two questions of one rank to the store, which answers them one by one.
-_PER_RANK = 2e-5
 #: What a rank does by itself: others learn of it at the next operation.
 _SILENT = ("run",)
 #: What a rank looks around for while it waits, so that it may start before it has heard of others.
@@ -65,9 +62,6 @@ _WATCHED = ("gather", "reduce")
 _ALWAYS_MEETS = ("save a checkpoint", "load a checkpoint")
 #: Set to "0" to start operations without agreeing on them.
 SWITCH = "FULLSHARD_ORDER_CHECK"
-#: The threads that are meeting other ranks at a store.
-_meeting: set[int] = set()
-_meeting_lock = threading.Lock()
 
 
 class Agreement:
@@ -79,10 +73,9 @@ class Agreement:
         rank: int,
         world_size: int,
         timeout: float = LAST_RESORT,
-        group: Any = None,
+        announcements: Announcements | None = None,
         names: Sequence[int] | None = None,
     ) -> None:
-        self._store = store
         self._rank = rank
         self._world_size = world_size
         self._timeout = min(timeout, LAST_RESORT)
@@ -90,14 +83,12 @@ class Agreement:
         self.order = OrderTable()
         names = range(world_size) if names is None else names
         self.inquiry = Inquiry(store, rank, names)
-        self._announcements = None if group is None else Announcements(group, self.wait)
+        self._meetings = MeetingPlace(store, world_size)
+        self._announcements = announcements
         #: The collective that was issued last, where the host does not wait for it.
         self.issued: Any = None
         #: The operation that this rank waits to begin, and its place: not a past one yet.
         self._waiting: Place | None = None
-        self._previous_key: str | None = None
-        #: Whether this group has left the connection to the store that all groups share.
-        self._has_connection = False
         #: Called when others have been waited for for long; raises if that is in vain (``Join``).
         self.also_look: Callable[[], None] | None = None
         #: The place of the last operation for which it was told that others are waited for.
@@ -194,23 +185,22 @@ class Agreement:
             return
         assert self._announcements is not None
         if not self.inquiry.mailboxes:
-            self._exchange_addresses()
+            self._exchange_addresses(self._announcements)
         digest = self.order.digest(operation, begins_pass)
-        agrees = self._announcements.of_first(digest) == digest
+        agrees = self._announcements.of_first(digest, self.wait) == digest
         if operation.verb not in _WATCHED:
-            agrees = self._announcements.is_true_for_all(agrees)
+            agrees = self._announcements.is_true_for_all(agrees, self.wait)
         if not agrees:
             # Nobody has started what all others would wait for. This rank does not, and finds out
             # who is about to do what.
             self._wait_in_vain()
 
-    def _exchange_addresses(self) -> None:
-        assert self._announcements is not None
+    def _exchange_addresses(self, announcements: Announcements) -> None:
         record = bytes(RECORD_SIZE)
         # Who has no socket is asked in other ways; all must take part in the exchange.
         with contextlib.suppress(OSError, RuntimeError):
-            record = own_mailbox(host_towards(self._store)).open_for(self).packed()
-        self.inquiry.mailboxes = [*map(Address.unpacked, self._announcements.of_all(record))]
+            record = own_mailbox(host_towards(self._meetings.store)).open_for(self).packed()
+        self.inquiry.mailboxes = [*map(Address.unpacked, announcements.of_all(record, self.wait))]
         departure.leave_word_of(self)
 
     def _wait_in_vain(self) -> NoReturn:
@@ -226,84 +216,34 @@ class Agreement:
     def _meet(self, operation: Operation, begins_pass: bool) -> None:
         key = f"fullshard/{self.order.count}/{self.order.digest(operation, begins_pass):x}"
         try:
-            with self._at_store():
-                self._meet_at_store(key, operation)
+            with self._meetings.connection():
+                self.inquiry.store = self._meetings.store
+                if not self._meetings.come(key, PATIENCE):
+                    self._wait_for_all(key, operation)
         except (RanksDisagreeError, RankLostError):
             raise
         except RuntimeError as error:
             self.explain(error)
 
-    @contextlib.contextmanager
-    def _at_store(self) -> Iterator[None]:
-        """Have a connection to the store on which no other thread waits.
-
-        Groups share one, and whoever waits on it keeps all others waiting: another thread, too, for
-        which other ranks may wait in turn. Not one for every group: servers are slow to take many.
-        """
-        thread = threading.get_ident()
-        with _meeting_lock:
-            if _meeting - {thread} and not self._has_connection:
-                self._has_connection = True
-                # A store that is written in Python need not be able to.
-                with contextlib.suppress(RuntimeError):
-                    self._store = self.inquiry.store = self._store.clone()
-            _meeting.add(thread)
-        try:
-            yield
-        finally:
-            with _meeting_lock:
-                _meeting.discard(thread)
-
-    def _meet_at_store(self, key: str, operation: Operation) -> None:
-        if self._store.add(key, 1) == self._world_size:
-            self._store.set(f"{key}/go", "1")
-            self._forget_previous()
-        elif not self._comes_soon(key):
-            self._wait_for_all(key, operation)
-        self._previous_key = key
-
     def _wait_for_all(self, key: str, operation: Operation) -> None:
         began = time.monotonic() - PATIENCE
-        pause = max(_LOOK_EVERY, 50 * _PER_RANK * self._world_size)
         waited = next_question = PATIENCE
         while True:
             self.look(waited)
             time.sleep(_LOOK_EVERY)
             waited = time.monotonic() - began
             if waited >= next_question and self.inquiry.store_answers():
-                next_question = waited + pause
-                if self._store.check([f"{key}/go"]):
+                next_question = waited + self._meetings.pause
+                if self._meetings.all_are_at(key):
                     self.close()
                     return
             if waited > self._timeout:
                 raise RanksDisagreeError(
                     f"Waited {waited:.0f} s for all ranks to start {operation}; "
-                    f"{self._store.add(key, 0)} of {self._world_size} have. The others are not in "
-                    "fullshard, or gone: look at their logs. (Ranks are waited for as long as the "
-                    "process group's timeout says.)"
+                    f"{self._meetings.count_at(key)} of {self._world_size} have. The others are "
+                    "not in fullshard, or gone: look at their logs. (Ranks are waited for as long "
+                    "as the process group's timeout says.)"
                 )
-
-    def _comes_soon(self, key: str) -> bool:
-        """Whether all ranks are at ``key`` before patience ends.
-
-        Asks the store again and again, at intervals that grow with the time that has passed. A wait
-        at the store that ends in vain is a warning of torch's, and healthy ranks may be slow.
-        """
-        began = time.monotonic()
-        shortest = 0.0 if self._world_size < 16 else _PER_RANK * self._world_size
-        while not self._store.check([f"{key}/go"]):
-            waited = time.monotonic() - began
-            if waited >= PATIENCE:
-                return False
-            pause = max(shortest, min(waited * _OF_TIME_WAITED, _LOOK_EVERY))
-            time.sleep(min(pause, PATIENCE - waited))
-        return True
-
-    def _forget_previous(self) -> None:
-        """All ranks are here, so none is still reading the keys of the meeting before."""
-        if self._previous_key is not None:
-            self._store.delete_key(self._previous_key)
-            self._store.delete_key(f"{self._previous_key}/go")
 
     # -- waiting for long ---------------------------------------------------------------------
 
@@ -407,8 +347,9 @@ def _make(group: Any) -> Agreement | NoAgreement:
     if store is None or backend == "fake":
         return NoAgreement()
     names = dist.get_process_group_ranks(group)
-    announces = group if any(name in str(backend) for name in ("gloo", "nccl", "xccl")) else None
-    agreement = Agreement(store, group.rank(), group.size(), _timeout_of(group), announces, names)
+    agreement = Agreement(
+        store, group.rank(), group.size(), _timeout_of(group), announcements_of(group), names
+    )
     agreement.inquiry.store_ends_with_first = names[0] == 0 and not _agent_has_store()
     if "gloo" not in str(backend):
         watch(agreement, group, PATIENCE)
