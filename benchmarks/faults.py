@@ -1,14 +1,15 @@
 """What every rank says, and when, after one rank does something wrong.
 
+    python benchmarks/faults.py --backend nccl --json faults.json
+
 For each fault, number of ranks and way of starting them, a small model is trained on real ranks by
-``faulty_training.py``. Times are seconds after the fault.
+``faulty_training.py``; several cases run at the same time. Times are seconds after the fault. Over
+NCCL, ranks share the machine's GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
-import atexit
-import functools
 import itertools
 import json
 import os
@@ -17,7 +18,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +37,12 @@ FAULTS = {
     "stop": "is stopped, and continued",
     "leave": "leaves the training loop",
 }
-#: The first line of standard error that names an error.
-_ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?(?:\w+\.)*(\w+(?:Error|Exception): .*)$", re.MULTILINE)
+#: Lines of standard error that name an error: of Python's, of c10d's log, or of the C++ runtime's.
+_ERROR = re.compile(
+    r"^(?:\[rank\d+\]: ?)?(?:\w+\.)*(\w+(?:Error|Exception): .*)$"
+    r"|^(\[rank\d+\]:\[[EF]\d+.*|terminate called.*)$",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -60,19 +69,30 @@ class Case:
     rank_at_fault: int
     leave_at_once: bool = False
     seconds: float = 20.0
+    #: Seconds after which ranks are killed that have not ended.
+    limit: float = 60.0
 
 
-def run(case: Case, limit: float = 150.0) -> list[Outcome]:
+def run(case: Case, keep_logs: Path | None = None) -> list[Outcome]:
     """Train with a fault; what became of each rank."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if case.launcher:
             logs = [folder / "launcher.log"] * case.ranks
-            ends = [_run_with_launcher(case, folder, limit)] * case.ranks
+            ends = [_run_with_launcher(case, folder)] * case.ranks
         else:
             logs = [folder / f"rank{rank}.log" for rank in range(case.ranks)]
-            ends = _run_ranks(case, folder, logs, limit)
+            ends = _run_ranks(case, folder, logs)
+        if keep_logs is not None:
+            _keep(logs, keep_logs, case)
         return _outcomes(case, folder, ends, logs)
+
+
+def _keep(logs: list[Path], folder: Path, case: Case) -> None:
+    way = "launcher" if case.launcher else "alone"
+    name = f"{case.fault}-{case.ranks}-{case.rank_at_fault % case.ranks}-{way}.log"
+    parts = [f"== {log.name}\n{log.read_text(errors='replace')}" for log in dict.fromkeys(logs)]
+    (folder / name).write_text("\n".join(parts))
 
 
 def _arguments(case: Case, folder: Path) -> list[str]:
@@ -82,9 +102,7 @@ def _arguments(case: Case, folder: Path) -> list[str]:
     return words + ["--leave-at-once"] * case.leave_at_once
 
 
-def _run_ranks(
-    case: Case, folder: Path, logs: list[Path], limit: float
-) -> list[tuple[float, int | None]]:
+def _run_ranks(case: Case, folder: Path, logs: list[Path]) -> list[tuple[float, int | None]]:
     """Run ranks that nobody watches; when and how each ended."""
     port = _free_port()
     ranks = []
@@ -101,33 +119,36 @@ def _run_ranks(
     nursery = _nursery()
     assert nursery.stdin is not None
     assert nursery.stdout is not None
-    nursery.stdin.write(json.dumps({"ranks": ranks, "limit": limit}) + "\n")
+    nursery.stdin.write(json.dumps({"ranks": ranks, "limit": case.limit}) + "\n")
     nursery.stdin.flush()
     return [(ended, status) for ended, status in json.loads(nursery.stdout.readline())]
 
 
-@functools.cache
+#: A nursery per thread that runs cases. It ends when this process does: its input ends then.
+_own = threading.local()
+
+
 def _nursery() -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, str(NURSERY)],
-        env=_environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    # It ends when nothing is left to read.
-    atexit.register(process.communicate)
-    return process
+    if not hasattr(_own, "nursery"):
+        _own.nursery = subprocess.Popen(
+            [sys.executable, str(NURSERY)],
+            env=_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    nursery: subprocess.Popen[str] = _own.nursery
+    return nursery
 
 
-def _run_with_launcher(case: Case, folder: Path, limit: float) -> tuple[float, int | None]:
+def _run_with_launcher(case: Case, folder: Path) -> tuple[float, int | None]:
     command = [sys.executable, "-m", "fullshard", "run", "--ranks", str(case.ranks)]
     with (folder / "launcher.log").open("wb") as output:
         process = subprocess.Popen(
             [*command, *_arguments(case, folder)], env=_environment(), stdout=output, stderr=output
         )
         try:
-            status: int | None = process.wait(limit)
+            status: int | None = process.wait(case.limit)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -175,7 +196,7 @@ def _first_error(case: Case, diary: dict[str, Any], log: Path) -> str:
         said: str = diary.get("error", "")
         return said.partition("\n")[0]
     found = _ERROR.search(log.read_text(errors="replace"))
-    return found.group(1) if found else ""
+    return (found.group(1) or found.group(2)) if found else ""
 
 
 def _free_port() -> int:
@@ -183,6 +204,14 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+# -- the table ---------------------------------------------------------------------------------
+
+HEADER = (
+    *("a rank …", "which", "launcher", "others warned, by", "others raise, by"),
+    *("all ended after s", "its own first error", "the others' first error"),
+)
 
 
 def describe(case: Case, outcomes: list[Outcome]) -> list[str]:
@@ -224,10 +253,25 @@ def _short(error: str) -> str:
     return error if len(error) <= 170 else error[:170] + "…"
 
 
-HEADER = (
-    *("a rank …", "which", "launcher", "others warned, by", "others raise, by"),
-    *("all ended after s", "its own first error", "the others' first error"),
-)
+class _Places:
+    """How many ranks may run at the same time. A case that needs more than all runs alone."""
+
+    def __init__(self, count: int) -> None:
+        self._count = self._free = count
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, wanted: int) -> Iterator[None]:
+        wanted = min(wanted, self._count)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= wanted)
+            self._free -= wanted
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += wanted
+                self._changed.notify_all()
 
 
 def main() -> None:
@@ -239,21 +283,47 @@ def main() -> None:
     parser.add_argument(
         "--at-fault", nargs="+", choices=("first", "last"), default=["first", "last"]
     )
+    parser.add_argument(
+        "--at-a-time", type=int, default=2 * (os.cpu_count() or 4), help="ranks at the same time"
+    )
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for a case")
     parser.add_argument("--json", type=Path, help="write the results to this file, too")
+    parser.add_argument("--logs", type=Path, help="keep what ranks printed in this folder")
     given = parser.parse_args()
     ways = {"yes": [True], "no": [False], "both": [False, True]}[given.launcher]
-    results = []
-    print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}", flush=True)
     at_fault = [{"first": 0, "last": -1}[name] for name in given.at_fault]
-    for fault, ranks, launcher, rank in itertools.product(
-        given.faults, given.ranks, ways, at_fault
-    ):
-        case = Case(fault, given.backend, ranks, launcher, rank)
-        outcomes = run(case)
-        print(f"| {' | '.join(describe(case, outcomes))} |", flush=True)
-        results.append({"case": asdict(case), "outcomes": [asdict(o) for o in outcomes]})
+    cases = [
+        Case(fault, given.backend, ranks, launcher, rank, limit=given.limit)
+        for fault, ranks, launcher, rank in itertools.product(
+            given.faults, given.ranks, ways, at_fault
+        )
+    ]
+    # The longest first: the others fit in beside them.
+    order = sorted(cases, key=lambda case: (case.fault not in ("hang", "stop"), -case.ranks))
+    places, began, results = _Places(given.at_a_time), time.monotonic(), {}
+    if given.logs is not None:
+        given.logs.mkdir(parents=True, exist_ok=True)
+
+    def act(case: Case) -> None:
+        with places.taken(case.ranks):
+            try:
+                results[case] = run(case, given.logs)
+            except RuntimeError as error:
+                print(error, file=sys.stderr, flush=True)
+
+    with ThreadPoolExecutor(max(1, given.at_a_time // min(given.ranks))) as pool:
+        list(pool.map(act, order))
+    print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}")
+    for case in cases:
+        cells = describe(case, results[case]) if case in results else [str(case)]
+        print(f"| {' | '.join(cells)} |")
+    print(f"\n{len(results)} of {len(cases)} cases in {time.monotonic() - began:.0f} s")
     if given.json is not None:
-        given.json.write_text(json.dumps(results, indent=2) + "\n")
+        content = [
+            {"case": asdict(case), "outcomes": [asdict(outcome) for outcome in outcomes]}
+            for case, outcomes in results.items()
+        ]
+        given.json.write_text(json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,15 +6,18 @@ here fits every backend; ``gloo.py`` has the ways that are faster over gloo.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .disagreement import RankLostError, RanksDisagreeError
 from .order_check import NoAgreement, agreement_for
+from .watcher import abort
 
 # torch 2.13 renamed the flat collectives; 2.11 has only the old names, and both are methods of
 # a process group, so the warnings of the functions in torch.distributed are not in the way.
@@ -94,9 +97,31 @@ class Group:
             self.refuse(*asked[:2])
         try:
             self._agreement.settle(asked, begins_pass)
-        except BaseException:
+        except BaseException as error:
             stuck.append(self.group)
+            if self.runs_ahead and isinstance(error, RanksDisagreeError | RankLostError):
+                # What the device waits for will not come: the process could not even end.
+                abort(self.group)
             raise
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """While a step is captured as a graph: its operations are agreed on now, once.
+
+        Nothing asks the device for their progress. A replay agrees on itself alone, with
+        :meth:`begin_replay`.
+        """
+        with self._agreement.capturing():
+            yield
+
+    def begin_replay(self, unit: str, done: Any) -> None:
+        """Return when all ranks are known to replay a captured step of ``unit``.
+
+        ``done`` says with ``is_completed()`` whether the replay is over.
+        """
+        self.begin_pass("replay", unit)
+        if self._order is not None:
+            self._agreement.issued = done
 
     def wait(self, *pending: Any) -> None:
         """Wait for what was started (on an accelerator: order the current stream)."""

@@ -98,9 +98,9 @@ def _is_in_forward(place: int, history: Mapping[int, Operation]) -> bool:
 
 
 def describe_loss(
-    lost: Sequence[int], reasons: Mapping[int, str], waiting: int, place: int, operation: Operation
+    lost: Sequence[int], reasons: Mapping[int, str], waits: str, place: int, operation: Operation
 ) -> Verdict:
-    """Say in words which ranks have ended, why if that is known, and what waits for them."""
+    """Say in words which ranks have ended, why if that is known, and who ``waits`` for them."""
     said = " ".join(f"Rank {rank} ended with {reasons[rank]}." for rank in lost if rank in reasons)
     silent = [rank for rank in lost if rank not in reasons]
     if silent:
@@ -110,7 +110,7 @@ def describe_loss(
         )
     return Verdict(
         True,
-        f"{name_ranks(lost).capitalize()} {'is' if len(lost) == 1 else 'are'} gone, and rank "
-        f"{waiting} waits at the {operation}, operation {place} of this process group. {said} "
+        f"{name_ranks(lost).capitalize()} {'is' if len(lost) == 1 else 'are'} gone, and "
+        f"{waits} {operation}, operation {place} of this process group. {said} "
         "Look at the log of what is gone.",
     )

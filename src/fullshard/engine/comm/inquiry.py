@@ -62,6 +62,8 @@ class Inquiry:
         self.mailboxes: Sequence[Address] = ()
         #: Whether the first rank's process provides the store.
         self.store_ends_with_first = False
+        #: Whether the operation that this rank gave out last need not be the one it waits for.
+        self.host_runs_ahead = False
         self.verdict: Verdict | None = None
         #: Ranks that said that they end, by their number in the group, and with which error.
         self._departed: dict[int, str] = {}
@@ -219,9 +221,13 @@ class Inquiry:
         return describe_loss(
             [self._names[rank] for rank in sorted(lost)],
             {self._names[rank]: reason for rank, reason in reasons.items()},
-            self._names[self._rank],
+            f"{name_ranks([self._names[self._rank]])} waits at {self._or_before}the",
             *place,
         )
+
+    @property
+    def _or_before(self) -> str:
+        return "or before " if self.host_runs_ahead else ""
 
     @property
     def own_name(self) -> int:

@@ -24,10 +24,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -87,12 +88,16 @@ class Agreement:
         self._announcements = announcements
         #: The collective that was issued last, where the host does not wait for it.
         self.issued: Any = None
+        #: Held while nobody may ask the device anything: while a graph is captured.
+        self._asks_device = threading.Lock()
         #: The operation that this rank waits to begin, and its place: not a past one yet.
         self._waiting: Place | None = None
         #: Called when others have been waited for for long; raises if that is in vain (``Join``).
         self.also_look: Callable[[], None] | None = None
         #: The place of the last operation for which it was told that others are waited for.
         self._told = -1
+        #: Whether this rank's user has heard the verdict.
+        self._has_heard = False
 
     @property
     def _recent(self) -> list[Place]:
@@ -104,7 +109,7 @@ class Agreement:
         An :class:`Operation` in all but type: one that is known need not be made again.
         """
         if self.inquiry.verdict is not None:
-            raise self.inquiry.verdict.error()
+            raise self._verdict_error()
         expectation = self.order.expectation(asked, begins_pass)
         if asked[0] in _ALWAYS_MEETS:
             expectation = Expectation.DEVIATES
@@ -119,10 +124,40 @@ class Agreement:
             self._waiting = None
         self.order.advance(asked, begins_pass)
 
-    @property
-    def host_waits(self) -> bool:
-        """Whether the host itself waits to begin an operation, and looks around meanwhile."""
-        return self._waiting is not None
+    def _verdict_error(self) -> RuntimeError:
+        assert self.inquiry.verdict is not None
+        self._has_heard = True
+        return self.inquiry.verdict.error()
+
+    # -- where the host does not wait for collectives -----------------------------------------
+
+    def unheard_verdict(self) -> str | None:
+        """What is to be told where the host may never come to raise it; once."""
+        if self._has_heard or self.inquiry.verdict is None:
+            return None
+        self._has_heard = True
+        error = self.inquiry.verdict.error()
+        return f"{type(error).__name__}: {error}"
+
+    def incomplete_work(self) -> Any:
+        """The last collective, if it has not completed and the host does not look around itself."""
+        if self._waiting is not None or not self._asks_device.acquire(blocking=False):
+            return None
+        try:
+            work = self.issued
+            return None if work is None or work.is_completed() else work
+        finally:
+            self._asks_device.release()
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """While a graph is captured: a question to the device, from any thread, would break it."""
+        with self._asks_device:
+            try:
+                yield
+            finally:
+                # It is never going to complete: it was captured, not issued.
+                self.issued = None
 
     def history(self) -> list[Place]:
         """The last operations and their places, with the one that this rank waits to begin."""
@@ -166,7 +201,7 @@ class Agreement:
             except RuntimeError:
                 verdict = self.inquiry.look_without_store(history)
             if verdict is not None:
-                found = verdict.error()
+                found = self._verdict_error()
                 found.add_note(f"Rank {self._rank} was told by its backend: {error}")
                 raise found from None
             time.sleep(_LOOK_EVERY / 5)
@@ -273,7 +308,7 @@ class Agreement:
             if verdict is None:
                 raise
         if verdict is not None:
-            raise verdict.error() from None
+            raise self._verdict_error() from None
 
     @property
     def _place(self) -> int:
@@ -322,6 +357,9 @@ class NoAgreement:
     order: OrderTable | None = None
     issued: Any = None
 
+    def capturing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def settle(self, asked: tuple[str, str, int], begins_pass: bool = False) -> None:
         pass
 
@@ -352,6 +390,7 @@ def _make(group: Any) -> Agreement | NoAgreement:
     )
     agreement.inquiry.store_ends_with_first = names[0] == 0 and not _agent_has_store()
     if "gloo" not in str(backend):
+        agreement.inquiry.host_runs_ahead = True
         watch(agreement, group, PATIENCE)
     return agreement
 

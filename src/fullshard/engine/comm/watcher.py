@@ -2,13 +2,15 @@
 
 Once a second it looks, in this process alone, whether the host has gone on and the last collective
 has completed. Only when neither has happened for long does it take part in the group's inquiry.
-When the group turns out to be broken it is aborted, so that a host that waits for the device comes
-back; the verdict is raised by the next operation of this rank.
+When the group turns out to be broken, the thread says so on standard error and aborts the group, so
+that a host that waits for the device comes back; the next operation of this rank raises the
+verdict. The thread speaks first, since a program need not get to another operation.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 import weakref
@@ -16,6 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .order_check import Agreement
+
+#: Seconds between two looks while nothing goes on.
+_LOOK_EVERY = 0.25
 
 
 def watch(agreement: Agreement, group: Any, patience: float) -> threading.Thread:
@@ -31,7 +36,7 @@ def watch(agreement: Agreement, group: Any, patience: float) -> threading.Thread
 def _watch(agreement_reference: Any, group_reference: Any, patience: float) -> None:
     episode = _Episode(patience)
     while True:
-        time.sleep(patience / 2)
+        time.sleep(_LOOK_EVERY if episode.is_open else patience / 2)
         agreement = agreement_reference()
         if agreement is None:
             return
@@ -39,11 +44,20 @@ def _watch(agreement_reference: Any, group_reference: Any, patience: float) -> N
             del agreement
             continue
         agreement.order.halt()
-        group = group_reference()
-        if group is not None:
-            with contextlib.suppress(Exception):
-                group.abort()
+        verdict = agreement.unheard_verdict()
+        if verdict is not None:
+            print(f"[rank{agreement.inquiry.own_name}]: {verdict}", file=sys.stderr, flush=True)
+        del agreement
+        abort(group_reference())
         return
+
+
+def abort(group: Any) -> None:
+    """End what the group's backend has under way, so that the device and the host come back."""
+    if group is not None:
+        # Not every backend can.
+        with contextlib.suppress(Exception):
+            group.abort()
 
 
 class _Episode:
@@ -53,23 +67,23 @@ class _Episode:
         self._patience = patience
         self._seen: tuple[Any, int] = (None, -1)
         self._since = 0.0
-        self._is_open = False
+        self.is_open = False
 
     def goes_on(self, agreement: Agreement) -> bool:
         """Whether nothing is known to be wrong with the group."""
         if agreement.inquiry.verdict is not None:
             return False
-        now, work = time.monotonic(), agreement.issued
-        seen = (work, agreement.order.count)
-        if work is None or seen != self._seen or agreement.host_waits or work.is_completed():
-            self._seen, self._since = seen, now
-            if self._is_open:
-                self._is_open = False
+        now, count = time.monotonic(), agreement.order.count
+        waits_for = agreement.incomplete_work()
+        if waits_for is None or (waits_for, count) != self._seen:
+            self._seen, self._since = (waits_for, count), now
+            if self.is_open:
+                self.is_open = False
                 agreement.close()
             return True
         waited = now - self._since
         if waited >= self._patience:
-            self._is_open = True
+            self.is_open = True
             try:
                 agreement.look(waited)
             except RuntimeError:
