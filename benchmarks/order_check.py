@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.engine.comm.announcement import Announcements
+from fullshard.engine.comm.announcement import announcements_of
 from fullshard.engine.comm.order_check import SWITCH, Agreement, Operation
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -111,13 +111,14 @@ def settling_time(count: int = 200_000) -> float:
 
 def announcing_time(group: Any, count: int = 300) -> float:
     """Microseconds that it takes the first rank to announce one operation that is new."""
-    announcements = Announcements(group, lambda work: work.wait())
+    announcements = announcements_of(group)
+    assert announcements is not None
     for number in range(20):
-        announcements.of_first(number)
+        announcements.of_first(number, dist.Work.wait)
     dist.barrier()
     started = time.perf_counter()
     for number in range(count):
-        announcements.of_first(number)
+        announcements.of_first(number, dist.Work.wait)
     return 1e6 * (time.perf_counter() - started) / count
 
 

@@ -1,27 +1,33 @@
-"""What the order check asks of the store with thousands of ranks.
+"""What the order check asks of the store with thousands of ranks, and of the backend with dozens.
 
-A real TCPStore, and a client of it for every rank: threads of a few processes, each with its own
-connection, table of operations and inquiry, as a rank has them, and with a mailbox per process.
-What ranks say over their own backend (one broadcast of eight bytes per new operation) is not asked
-of the store, and is measured on real ranks by ``order_check.py``.
+    python benchmarks/order_scale.py [--ranks 64 256 1024 4096] [--real-ranks 2 4 8 16]
+
+First a real TCPStore, and a client of it for every rank: threads of a few processes, each with its
+own connection, table of operations and inquiry, as a rank has them, and with a mailbox per process.
+What ranks say over their own backend in the first step (a broadcast of eight bytes per new
+operation) returns at once here. So it is measured afterwards, on real ranks over gloo: a first step
+of 100 units, of which nothing happens but the agreement.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing as mp
 import os
 import statistics
+import tempfile
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from fullshard.engine.comm.mailbox import Address, own_mailbox
-from fullshard.engine.comm.order_check import Agreement, RanksDisagreeError
+from fullshard.engine.comm.order_check import Agreement, RanksDisagreeError, agreement_for
 
 UNITS = 100
 SLOW = 10.0
@@ -72,13 +78,22 @@ class SameProgram:
     def __init__(self) -> None:
         self.messages = 0
 
-    def of_first(self, value: int) -> int:
+    def of_first(self, value: int, wait: Any) -> int:
         self.messages += 1
         return value
 
-    def is_true_for_all(self, value: bool) -> bool:
+    def is_true_for_all(self, value: bool, wait: Any) -> bool:
         self.messages += 1
         return value
+
+
+def settle_step(agreement: Agreement) -> None:
+    """All operations of a step: a forward and a backward of 100 units."""
+    agreement.settle(("forward", "(root)", 0), True)
+    for verbs in (("gather", "run"), ("gather", "reduce")):
+        for unit in range(UNITS):
+            for verb in verbs:
+                agreement.settle((verb, f"layers.{unit}", 1000 + unit), False)
 
 
 class Rank:
@@ -94,21 +109,12 @@ class Rank:
         self.collective = NotYet()
         self.seconds = 0.0
 
-    def step(self, kind: str = "forward") -> None:
-        """All operations of a step: a forward and a backward of 100 units."""
-        settle = self.agreement.settle
-        settle((kind, "(root)", 0), True)
-        for verbs in (("gather", "run"), ("gather", "reduce")):
-            for unit in range(UNITS):
-                for verb in verbs:
-                    settle((verb, f"layers.{unit}", 1000 + unit), False)
-
     def first_step(self) -> None:
-        self.step()
+        settle_step(self.agreement)
 
     def known_steps(self) -> None:
         for _ in range(3):
-            self.step()
+            settle_step(self.agreement)
 
     def evaluate(self) -> None:
         """A pass that nobody expects: all ranks meet at the store."""
@@ -182,7 +188,9 @@ def measure(ranks: int, processes: int) -> dict[str, Any]:
     pipes, started = [], []
     for numbers in parts:
         own, other = context.Pipe()
-        process = context.Process(target=serve, args=(server.port, numbers, ranks, other))
+        process = context.Process(
+            target=serve, args=(server.port, numbers, ranks, other), daemon=True
+        )
         process.start()
         pipes.append(own)
         started.append(process)
@@ -240,20 +248,63 @@ HEADER = (
 )
 
 
+# -- real ranks --------------------------------------------------------------------------------
+
+
+def agree_on_first_step(rank: int, ranks: int, folder: str, repeats: int) -> None:
+    """Time first steps of groups that know nothing, and steps that they know."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
+    )
+    first: list[float] = []
+    known: list[float] = []
+    for _ in range(repeats):
+        group = dist.new_group()
+        agreement = agreement_for(group)
+        assert isinstance(agreement, Agreement)
+        for times in (first, known):
+            dist.barrier()
+            began = time.perf_counter()
+            settle_step(agreement)
+            times.append(time.perf_counter() - began)
+    if rank == 0:
+        found = {"ranks": ranks, "first": statistics.median(first), "known": min(known)}
+        Path(folder, "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure_real(ranks: int, repeats: int = 5) -> dict[str, float]:
+    """Seconds that agreeing takes in a first step on so many ranks, and in a known one."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(agree_on_first_step, args=(ranks, folder, repeats), nprocs=ranks)
+        found: dict[str, float] = json.loads(Path(folder, "found.json").read_text())
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024, 4096])
     parser.add_argument("--processes", type=int, default=8)
-    parser.add_argument("--json", type=str, help="write the results to this file, too")
+    parser.add_argument("--real-ranks", type=int, nargs="*", default=[2, 4, 8, 16])
+    parser.add_argument("--json", type=Path, help="write the results to this file, too")
     given = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    real: list[dict[str, float]] = []
     print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}", flush=True)
     for ranks in given.ranks:
         rows.append(measure(ranks, min(given.processes, ranks)))
         print(show(rows[-1]), flush=True)
-        if given.json:
-            with open(given.json, "w") as file:
-                json.dump(rows, file, indent=2)
+    print(
+        "\n| real ranks over gloo | agreement in the first step | in a known step |\n|---|---|---|"
+    )
+    for ranks in given.real_ranks:
+        real.append(measure_real(ranks))
+        first, known = (1e3 * real[-1][name] for name in ("first", "known"))
+        print(f"| {ranks} | {first:.0f} ms | {known:.2f} ms |", flush=True)
+    if given.json is not None:
+        given.json.write_text(json.dumps({"clients": rows, "real": real}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ class Announcements:
             wait(started.work)
             started.finish()
         else:
-            wait(_OnDevice(work))
+            wait(_OnDevice(work, self._device))
 
 
 def announcements_of(group: Any) -> Announcements | None:
@@ -104,21 +104,25 @@ def announcements_of(group: Any) -> Announcements | None:
 
 
 class _OnDevice:
-    """A collective of the device, for which the host waits as it does over gloo."""
+    """A collective of the device, for which the host waits as it does over gloo.
 
-    def __init__(self, work: Any) -> None:
-        self._work = work
+    By an event of its own: a collective that has failed says that it is complete, and never is.
+    """
+
+    def __init__(self, work: Any, device: torch.device) -> None:
+        work.wait()
+        self._event = torch.get_device_module(device).Event()
+        self._event.record()
 
     def is_completed(self) -> bool:
-        completed: bool = self._work.is_completed()
+        completed: bool = self._event.query()
         return completed
 
     def wait(self, timeout: Any = None) -> None:
         deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else None
         pause = _SHORTEST
-        while not self._work.is_completed():
+        while not self.is_completed():
             if deadline is not None and time.monotonic() > deadline:
                 raise RuntimeError("Timed out: the collective is still under way")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
-        self._work.wait()

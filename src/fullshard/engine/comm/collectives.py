@@ -10,7 +10,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -98,10 +98,21 @@ class Group:
         try:
             self._agreement.settle(asked, begins_pass)
         except BaseException as error:
-            stuck.append(self.group)
-            if self.runs_ahead and isinstance(error, RanksDisagreeError | RankLostError):
-                # What the device waits for will not come: the process could not even end.
-                abort(self.group)
+            self._give_up(error)
+            raise
+
+    def _give_up(self, error: BaseException) -> None:
+        stuck.append(self.group)
+        if self.runs_ahead and isinstance(error, RanksDisagreeError | RankLostError):
+            # What the device waits for will not come: the process could not even end.
+            abort(self.group)
+
+    def _explain(self, error: RuntimeError) -> NoReturn:
+        """Raise why the backend refuses to start anything: most likely a rank is gone."""
+        try:
+            self._agreement.explain(error)
+        except RuntimeError as explained:
+            self._give_up(explained)
             raise
 
     @contextlib.contextmanager
@@ -130,6 +141,8 @@ class Group:
                 if self._order is not None:
                     self._agreement.issued = work
                 work.wait()
+        except dist.DistError as error:
+            self._explain(error)
         except BaseException:
             stuck.append(self.group)
             raise
@@ -143,13 +156,14 @@ class Group:
     ) -> list[Any]:
         """Start filling each output with all ranks' inputs, in one launch."""
         self.agree("gather", unit, *outputs)
-        if len(outputs) == 1:
-            return [self._all_gather(outputs[0], inputs[0])]
-        if _NEW_NAMES:
-            work = self.group.all_gather_single_coalesced(list(outputs), list(inputs))
-        else:
-            work = self.group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
-        return [work]
+        try:
+            if len(outputs) == 1:
+                return [self._all_gather(outputs[0], inputs[0])]
+            if _NEW_NAMES:
+                return [self.group.all_gather_single_coalesced(list(outputs), list(inputs))]
+            return [self.group.allgather_into_tensor_coalesced(list(outputs), list(inputs))]
+        except dist.DistError as error:
+            self._explain(error)
 
     def _all_gather(self, output: torch.Tensor, piece: torch.Tensor) -> Any:
         if _NEW_NAMES:
@@ -191,10 +205,13 @@ class Group:
         if full.dim() != 1 or full.is_complex():
             output, full = as_real(output).view(-1), as_real(full).view(-1)
         options = (_MEAN_SCATTER,) if mean else ()
-        if _NEW_NAMES:
-            work = self.group.reduce_scatter_single(output, full, *options)
-        else:
-            work = self.group._reduce_scatter_base(output, full, *options)
+        try:
+            if _NEW_NAMES:
+                work = self.group.reduce_scatter_single(output, full, *options)
+            else:
+                work = self.group._reduce_scatter_base(output, full, *options)
+        except dist.DistError as error:
+            self._explain(error)
         return functools.partial(self.wait, work)
 
     def all_reduce(
@@ -211,7 +228,10 @@ class Group:
             return _nothing
         self.agree(verb, unit, tensor)
         tensor = own_alias(tensor)
-        work = self.group.allreduce([tensor], *((_MEAN,) if mean else ()))
+        try:
+            work = self.group.allreduce([tensor], *((_MEAN,) if mean else ()))
+        except dist.DistError as error:
+            self._explain(error)
         return functools.partial(self.wait, self.pending(work, tensor))
 
     def all_reduce_max(self, tensor: torch.Tensor, unit: str, verb: str = "maximum") -> None:

@@ -44,6 +44,8 @@ _GRACE = 1.0
 _REACHES_EVERY, _REACHES_WITHIN = 2.0, 1.0
 #: How many of the ranks that are waited for are described.
 _DESCRIBED = 4
+#: How many ranks a rank tells that ends with an error; they tell the others, if they miss it.
+_TOLD = 4
 #: Seconds for which a rank stays whose verdict did not reach all mailboxes.
 _STAYS = 4.0
 _HAS_VERDICT = 1 << 40
@@ -66,7 +68,7 @@ class Inquiry:
         self.host_runs_ahead = False
         self.verdict: Verdict | None = None
         #: Ranks that said that they end, by their number in the group, and with which error.
-        self._departed: dict[int, str] = {}
+        self.departed: dict[int, str] = {}
         #: Who is waited for when the store itself does not answer.
         self._silent_store: str | None = None
         self._is_open = False
@@ -79,7 +81,7 @@ class Inquiry:
     @property
     def is_due(self) -> bool:
         """Whether there is anything to do or to say for a rank that waits."""
-        if self.verdict is not None or self._departed or not self._is_open:
+        if self.verdict is not None or self.departed or not self._is_open:
             return True
         due = self._next_look if self._examiner is None else self._examiner.next_look
         return time.monotonic() >= due
@@ -89,8 +91,9 @@ class Inquiry:
 
         To be called again and again; decides itself what is due.
         """
-        if self.verdict is None and self._departed:
-            self.verdict = self.describe_lost([*self._departed], self._departed, history[-1])
+        if self.verdict is None and self.store_ends_with_first and 0 in self.departed:
+            # It has told all ranks; and the store, by which they would find out more, may be gone.
+            self.verdict = self.describe_lost([*self.departed], self.departed, history[-1])
         if self.verdict is not None:
             return self.verdict
         if not self.is_due or not self.store_answers():
@@ -256,24 +259,31 @@ class Inquiry:
             self.verdict = self.verdict or Verdict(*message["verdict"])
         elif "departed" in message:
             rank, reason = message["departed"]
-            self._departed.setdefault(rank, reason)
+            self.departed.setdefault(rank, reason)
 
     def depart(self, reason: str) -> None:
-        """Leave word that this rank ends with an error, before others miss it."""
+        """Leave word that this rank ends with an error, before others miss it.
+
+        A few others are told. Those of them that wait already begin an inquiry at once.
+        """
         if self.verdict is not None:
             return
-        if self._rank == 0:
-            # The store may end with this process.
-            self.reach(self.others, {"departed": [self._rank, reason]})
-        elif self.store_ends_with_first and self.reach([0], None)[0].state is State.ENDED:
+        note = {"departed": [self._rank, reason]}
+        if self._rank == 0 and self.store_ends_with_first:
+            self.reach(self.others, note)
+            return
+        if self.store_ends_with_first and self.reach([0], None)[0].state is State.ENDED:
             return
         number = self.add("departures", 1)
-        self.set(f"departure/{number}", json.dumps([self._rank, reason]).encode())
+        self.set(f"departure/{number}", json.dumps(note["departed"]).encode())
+        size = len(self._names)
+        following = [(self._rank + distance) % size for distance in range(1, 1 + _TOLD)]
+        self.reach([rank for rank in dict.fromkeys(following) if rank != self._rank], note)
 
     def look_without_store(self, history: list[Place]) -> Verdict | None:
         """Find out who has ended when the store does not answer: most likely who provided it."""
-        if self.verdict is None and self._departed:
-            self.verdict = self.describe_lost([*self._departed], self._departed, history[-1])
+        if self.verdict is None and self.departed:
+            self.verdict = self.describe_lost([*self.departed], self.departed, history[-1])
         for ranks in ([0], self.others):
             if self.verdict is None and self._rank not in ranks:
                 ended = [r for r, c in self.reach(ranks, None).items() if c.state is State.ENDED]
@@ -333,6 +343,7 @@ class _Examiner:
         for number in range(self._read_departures + 1, count + 1):
             rank, reason = json.loads(self._inquiry.get(f"departure/{number}"))
             self._departed[rank] = reason
+        self._departed.update(self._inquiry.departed)
         self._read_departures = count
 
     def _departure(self, history: list[Place]) -> Verdict | None:

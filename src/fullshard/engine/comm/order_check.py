@@ -61,6 +61,8 @@ _SILENT = ("run",)
 _WATCHED = ("gather", "reduce")
 #: What is followed by collectives in which nobody looks around: all ranks always meet before.
 _ALWAYS_MEETS = ("save a checkpoint", "load a checkpoint")
+#: What works say that have succeeded; c10d has a number for it.
+_SUCCESSES = (0, None)
 #: Set to "0" to start operations without agreeing on them.
 SWITCH = "FULLSHARD_ORDER_CHECK"
 
@@ -88,6 +90,8 @@ class Agreement:
         self._announcements = announcements
         #: The collective that was issued last, where the host does not wait for it.
         self.issued: Any = None
+        #: Set when another rank has left word: the watcher need not wait for its next look.
+        self.stirred = threading.Event()
         #: Held while nobody may ask the device anything: while a graph is captured.
         self._asks_device = threading.Lock()
         #: The operation that this rank waits to begin, and its place: not a past one yet.
@@ -140,12 +144,16 @@ class Agreement:
         return f"{type(error).__name__}: {error}"
 
     def incomplete_work(self) -> Any:
-        """The last collective, if it has not completed and the host does not look around itself."""
+        """The last collective, if it has not completed and the host does not look around itself.
+
+        One that failed has not: the device still waits for it.
+        """
         if self._waiting is not None or not self._asks_device.acquire(blocking=False):
             return None
         try:
             work = self.issued
-            return None if work is None or work.is_completed() else work
+            done = work is None or (work.is_completed() and _has_succeeded(work))
+            return None if done else work
         finally:
             self._asks_device.release()
 
@@ -344,7 +352,19 @@ class Agreement:
         self.inquiry.receive(message)
         if self.inquiry.verdict is not None:
             self.order.halt()
+        self.stirred.set()
         return {}
+
+
+def _has_succeeded(work: Any) -> bool:
+    """Whether a completed work is not known to have failed."""
+    try:
+        result = work.get_future_result()
+    except (AttributeError, RuntimeError):
+        # Its backend does not say.
+        return True
+    # NCCL's is done a moment after a work has succeeded, and never if another failed before it.
+    return bool(result.done() and result.value() in _SUCCESSES)
 
 
 def _at(history: list[Place]) -> str:
@@ -365,6 +385,9 @@ class NoAgreement:
 
     def wait(self, work: Any) -> None:
         work.wait()
+
+    def explain(self, error: RuntimeError) -> NoReturn:
+        raise error
 
 
 _agreements: weakref.WeakKeyDictionary[Any, Agreement | NoAgreement] = weakref.WeakKeyDictionary()

@@ -21,22 +21,26 @@ if TYPE_CHECKING:
 
 #: Seconds between two looks while nothing goes on.
 _LOOK_EVERY = 0.25
+#: Patience after a word of a rank that ends.
+_SOON = 0.5
 
 
 def watch(agreement: Agreement, group: Any, patience: float) -> threading.Thread:
     """Look after ``agreement`` until it is let go, or its group is broken."""
-    references = weakref.ref(agreement), weakref.ref(group)
-    thread = threading.Thread(
-        target=_watch, args=(*references, patience), name="fullshard watcher", daemon=True
-    )
+    arguments = (weakref.ref(agreement), weakref.ref(group), agreement.stirred, patience)
+    thread = threading.Thread(target=_watch, args=arguments, name="fullshard watcher", daemon=True)
     thread.start()
     return thread
 
 
-def _watch(agreement_reference: Any, group_reference: Any, patience: float) -> None:
+def _watch(
+    agreement_reference: Any, group_reference: Any, stirred: threading.Event, patience: float
+) -> None:
     episode = _Episode(patience)
     while True:
-        time.sleep(_LOOK_EVERY if episode.is_open else patience / 2)
+        if stirred.wait(_LOOK_EVERY if episode.is_open else patience / 2):
+            stirred.clear()
+            episode.hurry()
         agreement = agreement_reference()
         if agreement is None:
             return
@@ -67,7 +71,13 @@ class _Episode:
         self._patience = patience
         self._seen: tuple[Any, int] = (None, -1)
         self._since = 0.0
+        #: Whether to look often.
         self.is_open = False
+
+    def hurry(self) -> None:
+        """Another rank has left word: what does not go on now is not going to."""
+        self._patience = min(self._patience, _SOON)
+        self.is_open = True
 
     def goes_on(self, agreement: Agreement) -> bool:
         """Whether nothing is known to be wrong with the group."""
