@@ -10,6 +10,7 @@ NCCL, ranks share the machine's GPUs.
 from __future__ import annotations
 
 import argparse
+import atexit
 import itertools
 import json
 import os
@@ -124,7 +125,7 @@ def _run_ranks(case: Case, folder: Path, logs: list[Path]) -> list[tuple[float, 
     return [(ended, status) for ended, status in json.loads(nursery.stdout.readline())]
 
 
-#: A nursery per thread that runs cases. It ends when this process does: its input ends then.
+#: A nursery per thread that runs cases.
 _own = threading.local()
 
 
@@ -137,6 +138,8 @@ def _nursery() -> subprocess.Popen[str]:
             stdout=subprocess.PIPE,
             text=True,
         )
+        # It ends when nothing is left to read.
+        atexit.register(_own.nursery.communicate)
     nursery: subprocess.Popen[str] = _own.nursery
     return nursery
 

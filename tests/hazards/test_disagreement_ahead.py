@@ -5,6 +5,8 @@ The backend of these tests is gloo; its collectives are started, and not waited 
 
 from __future__ import annotations
 
+import contextlib
+import io
 import threading
 import time
 from typing import Any
@@ -13,9 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.hazards.test_disagreement import patience
+from torch._C._distributed_c10d import Work
 
-from fullshard import RanksDisagreeError
+from fullshard import RankLostError, RanksDisagreeError
 from fullshard.engine.comm.announcement import announcements_of
+from fullshard.engine.comm.collectives import group_for
 from fullshard.engine.comm.order_check import Agreement, Operation
 from fullshard.engine.comm.watcher import watch
 from fullshard.testing import ranks
@@ -24,13 +28,15 @@ GATHERS = [Operation("gather", f"layers.{index}", 10 + index) for index in range
 PATIENCE = 0.4
 
 
-def watched_agreement() -> tuple[Agreement, Any, threading.Thread]:
+def watched_agreement(
+    patience: float = PATIENCE,
+) -> tuple[Agreement, Any, threading.Thread]:
     group = dist.new_group()
     _, store = dist.distributed_c10d._world.pg_map[group]
     agreement = Agreement(
         store, dist.get_rank(), dist.get_world_size(), announcements=announcements_of(group)
     )
-    watcher = watch(agreement, group, PATIENCE)
+    watcher = watch(agreement, group, patience)
     for _ in range(3):
         begin(agreement)
         for operation in GATHERS:
@@ -88,3 +94,84 @@ def test_a_collective_for_which_nobody_comes_for_long_completes_when_it_comes() 
     agreement.settle(GATHERS[1])
     assert tensor.tolist() == [3.0] * 3
     assert watcher.is_alive()
+
+
+class _Failed(Work):
+    """A collective of which the backend says that it is complete, though it failed."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        return torch.futures.Future()
+
+
+@ranks(2)
+def test_a_collective_that_failed_is_one_for_which_others_are_looked_for() -> None:
+    """NCCL's are complete at once when a rank is gone, while the device waits on."""
+    agreement, _group, watcher = watched_agreement()
+    if dist.get_rank() == 1:
+        agreement.inquiry.depart("ValueError: this rank's own data")
+        watcher.join(timeout=20)
+    else:
+        agreement.issued = _Failed()
+        watcher.join(timeout=20)
+        assert not watcher.is_alive()
+        with pytest.raises(RankLostError, match="Rank 1 ended with ValueError: this rank's own"):
+            begin(agreement)
+
+
+@ranks(2)
+def test_a_rank_that_ends_with_an_error_is_missed_before_patience_ends() -> None:
+    agreement, group, watcher = watched_agreement(patience=20)
+    begin(agreement)
+    agreement.settle(GATHERS[0])
+    if dist.get_rank() == 0:
+        started, said = time.monotonic(), io.StringIO()
+        with contextlib.redirect_stderr(said):
+            issue(agreement, group)
+            watcher.join(timeout=10)
+        assert not watcher.is_alive()
+        assert time.monotonic() - started < 5
+        assert said.getvalue().startswith("[rank0]: RankLostError: Rank 1 is gone")
+    else:
+        agreement.inquiry.depart("ValueError: this rank's own data")
+        watcher.join(timeout=10)
+
+
+@ranks(2)
+def test_nothing_is_asked_of_a_device_while_a_step_is_captured() -> None:
+    agreement, group, watcher = watched_agreement()
+    with agreement.capturing():
+        tensor = torch.ones(3)
+        agreement.issued = work = group.allreduce([tensor])
+        assert agreement.incomplete_work() is None
+    # What was captured is never going to complete by itself.
+    assert agreement.issued is None
+    work.wait()
+    assert watcher.is_alive()
+
+
+@ranks(2, timeout=40)
+def test_a_rank_that_replays_a_captured_step_while_another_does_not_is_told() -> None:
+    group = group_for(dist.new_group())
+    for _ in range(3):
+        group.begin_replay("(root)", _Done())
+    named = r"rank 0: replay of unit '\(root\)'; rank 1: forward of unit '\(root\)'"
+
+    def act() -> None:
+        if dist.get_rank() == 0:
+            group.begin_replay("(root)", _Done())
+            group.wait(*group.gather([torch.empty(4)], [torch.ones(2)], "layers.0"))
+        else:
+            group.begin_pass("forward", "(root)")
+
+    with patience(PATIENCE), pytest.raises(RanksDisagreeError, match=named):
+        act()
+
+
+class _Done(Work):
+    """A replay that is over."""
+
+    def is_completed(self) -> bool:
+        return True

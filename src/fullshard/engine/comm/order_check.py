@@ -100,6 +100,8 @@ class Agreement:
         self.also_look: Callable[[], None] | None = None
         #: The place of the last operation for which it was told that others are waited for.
         self._told = -1
+        #: Whether the host finds out itself why something failed.
+        self._explains = False
         #: Whether this rank's user has heard the verdict.
         self._has_heard = False
 
@@ -148,7 +150,8 @@ class Agreement:
 
         One that failed has not: the device still waits for it.
         """
-        if self._waiting is not None or not self._asks_device.acquire(blocking=False):
+        host_looks = self._waiting is not None or self._explains
+        if host_looks or not self._asks_device.acquire(blocking=False):
             return None
         try:
             work = self.issued
@@ -201,6 +204,7 @@ class Agreement:
 
     def explain(self, error: RuntimeError) -> NoReturn:
         """Raise why a collective, or the store, has failed: which rank is gone."""
+        self._explains = True
         deadline = time.monotonic() + EXPLAIN_WITHIN
         history = self.history()
         while history and time.monotonic() < deadline:
@@ -303,9 +307,14 @@ class Agreement:
         """Take part in the inquiry into what this rank waits for; raise what comes of it."""
         if self.also_look is not None:
             self.also_look()
+        if self.investigate(waited):
+            raise self._verdict_error() from None
+
+    def investigate(self, waited: float) -> bool:
+        """Take part in the inquiry; whether there is a verdict."""
         tells = waited >= TELL_AFTER and self._place > self._told
         if not self.inquiry.is_due and not tells:
-            return
+            return False
         history = self.history()
         try:
             verdict = self.inquiry.look(history)
@@ -315,8 +324,7 @@ class Agreement:
             verdict = self.inquiry.look_without_store(history)
             if verdict is None:
                 raise
-        if verdict is not None:
-            raise self._verdict_error() from None
+        return verdict is not None
 
     @property
     def _place(self) -> int:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .order_check import Agreement
 
-#: Seconds between two looks while nothing goes on.
-_LOOK_EVERY = 0.25
+#: Seconds between two looks, while nothing goes on and else.
+_LOOK_EVERY, _LOOK_AT_MOST_EVERY = 0.25, 1.0
 #: Patience after a word of a rank that ends.
 _SOON = 0.5
 
@@ -38,7 +38,7 @@ def _watch(
 ) -> None:
     episode = _Episode(patience)
     while True:
-        if stirred.wait(_LOOK_EVERY if episode.is_open else patience / 2):
+        if stirred.wait(episode.pause):
             stirred.clear()
             episode.hurry()
         agreement = agreement_reference()
@@ -71,13 +71,16 @@ class _Episode:
         self._patience = patience
         self._seen: tuple[Any, int] = (None, -1)
         self._since = 0.0
-        #: Whether to look often.
-        self.is_open = False
+        self._is_open = False
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the next look."""
+        return _LOOK_EVERY if self._is_open else min(self._patience / 2, _LOOK_AT_MOST_EVERY)
 
     def hurry(self) -> None:
         """Another rank has left word: what does not go on now is not going to."""
         self._patience = min(self._patience, _SOON)
-        self.is_open = True
 
     def goes_on(self, agreement: Agreement) -> bool:
         """Whether nothing is known to be wrong with the group."""
@@ -87,16 +90,14 @@ class _Episode:
         waits_for = agreement.incomplete_work()
         if waits_for is None or (waits_for, count) != self._seen:
             self._seen, self._since = (waits_for, count), now
-            if self.is_open:
-                self.is_open = False
+            if self._is_open:
+                self._is_open = False
                 agreement.close()
             return True
         waited = now - self._since
         if waited >= self._patience:
-            self.is_open = True
-            try:
-                agreement.look(waited)
-            except RuntimeError:
-                # A verdict; or the store is gone, and nobody knows why.
-                return agreement.inquiry.verdict is None
+            self._is_open = True
+            # The store may be gone, and nobody know why.
+            with contextlib.suppress(RuntimeError):
+                return not agreement.investigate(waited)
         return True
