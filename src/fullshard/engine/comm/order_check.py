@@ -61,8 +61,8 @@ _SILENT = ("run",)
 _WATCHED = ("gather", "reduce")
 #: What is followed by collectives in which nobody looks around: all ranks always meet before.
 _ALWAYS_MEETS = ("save a checkpoint", "load a checkpoint")
-#: What works say that have succeeded; c10d has a number for it.
-_SUCCESSES = (0, None)
+#: What works say that have succeeded: c10d's number for it.
+_SUCCESS = 0
 #: Set to "0" to start operations without agreeing on them.
 SWITCH = "FULLSHARD_ORDER_CHECK"
 
@@ -155,7 +155,7 @@ class Agreement:
             return None
         try:
             work = self.issued
-            done = work is None or (work.is_completed() and _has_succeeded(work))
+            done = work is None or (work.is_completed() and not _has_failed(work))
             return None if done else work
         finally:
             self._asks_device.release()
@@ -364,15 +364,14 @@ class Agreement:
         return {}
 
 
-def _has_succeeded(work: Any) -> bool:
-    """Whether a completed work is not known to have failed."""
+def _has_failed(work: Any) -> bool:
+    """Whether a work that says it is complete was given up by its backend, as NCCL's are."""
     try:
         result = work.get_future_result()
     except (AttributeError, RuntimeError):
         # Its backend does not say.
-        return True
-    # NCCL's is done a moment after a work has succeeded, and never if another failed before it.
-    return bool(result.done() and result.value() in _SUCCESSES)
+        return False
+    return bool(result.done() and result.value() != _SUCCESS)
 
 
 def _at(history: list[Place]) -> str:
