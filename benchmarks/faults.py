@@ -1,6 +1,6 @@
 """What every rank says, and when, after one rank does something wrong.
 
-    python benchmarks/faults.py --backend nccl --json faults.json
+    python benchmarks/faults.py --backend nccl --limit 50 --seconds 150 --json faults.json
 
 For each fault, number of ranks and way of starting them, a small model is trained on real ranks by
 ``faulty_training.py``; several cases run at the same time. Times are seconds after the fault. Over
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -277,56 +277,88 @@ class _Places:
                 self._changed.notify_all()
 
 
+def choose_cases(given: argparse.Namespace) -> list[Case]:
+    """All combinations; over NCCL, where ranks take long to start, with one rank at fault each."""
+    ways = {"yes": [True], "no": [False], "both": [False, True]}[given.launcher]
+    cases = []
+    for fault, ranks, launcher in itertools.product(given.faults, given.ranks, ways):
+        at_fault = given.at_fault or ["first", "last"]
+        if given.at_fault is None and given.backend == "nccl":
+            # The first rank provides the store.
+            at_fault = ["first"] if ranks == min(given.ranks) else ["last"]
+        for name in at_fault:
+            rank = {"first": 0, "last": -1}[name]
+            cases.append(Case(fault, given.backend, ranks, launcher, rank, limit=given.limit))
+    return cases
+
+
+def run_all(
+    cases: list[Case],
+    at_a_time: int,
+    seconds: float,
+    note: Callable[[Case, list[Outcome]], None],
+    keep_logs: Path | None = None,
+) -> None:
+    """Run cases beside each other; none is begun that might take longer than ``seconds`` allow."""
+    places, deadline = _Places(at_a_time), time.monotonic() + seconds
+
+    def act(case: Case) -> None:
+        with places.taken(case.ranks):
+            if time.monotonic() + case.limit > deadline:
+                return
+            try:
+                note(case, run(case, keep_logs))
+            except RuntimeError as error:
+                print(error, file=sys.stderr, flush=True)
+
+    # The longest first: the others fit in beside them.
+    order = sorted(cases, key=lambda case: (case.fault not in ("hang", "stop"), -case.ranks))
+    with ThreadPoolExecutor(max(1, at_a_time // min(case.ranks for case in cases))) as pool:
+        list(pool.map(act, order))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
-    parser.add_argument("--launcher", choices=("yes", "no", "both"), default="both")
-    parser.add_argument(
-        "--at-fault", nargs="+", choices=("first", "last"), default=["first", "last"]
-    )
-    parser.add_argument(
-        "--at-a-time", type=int, default=2 * (os.cpu_count() or 4), help="ranks at the same time"
-    )
+    parser.add_argument("--launcher", choices=("yes", "no", "both"), default="no")
+    parser.add_argument("--at-fault", nargs="+", choices=("first", "last"))
+    parser.add_argument("--at-a-time", type=int, default=24, help="ranks at the same time")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for a case")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="seconds for all of them")
     parser.add_argument("--json", type=Path, help="write the results to this file, too")
     parser.add_argument("--logs", type=Path, help="keep what ranks printed in this folder")
     given = parser.parse_args()
-    ways = {"yes": [True], "no": [False], "both": [False, True]}[given.launcher]
-    at_fault = [{"first": 0, "last": -1}[name] for name in given.at_fault]
-    cases = [
-        Case(fault, given.backend, ranks, launcher, rank, limit=given.limit)
-        for fault, ranks, launcher, rank in itertools.product(
-            given.faults, given.ranks, ways, at_fault
-        )
-    ]
-    # The longest first: the others fit in beside them.
-    order = sorted(cases, key=lambda case: (case.fault not in ("hang", "stop"), -case.ranks))
-    places, began, results = _Places(given.at_a_time), time.monotonic(), {}
+    began, results, lock = time.monotonic(), {}, threading.Lock()
+    cases = choose_cases(given)
     if given.logs is not None:
         given.logs.mkdir(parents=True, exist_ok=True)
 
-    def act(case: Case) -> None:
-        with places.taken(case.ranks):
-            try:
-                results[case] = run(case, given.logs)
-            except RuntimeError as error:
-                print(error, file=sys.stderr, flush=True)
+    def note(case: Case, outcomes: list[Outcome]) -> None:
+        with lock:
+            results[case] = outcomes
+            # At once: whoever runs this may have little time.
+            print(row(case, results), flush=True)
+            if given.json is not None:
+                content = [
+                    {"case": asdict(case), "outcomes": [asdict(outcome) for outcome in outcomes]}
+                    for case, outcomes in results.items()
+                ]
+                given.json.write_text(json.dumps(content, indent=2) + "\n")
 
-    with ThreadPoolExecutor(max(1, given.at_a_time // min(given.ranks))) as pool:
-        list(pool.map(act, order))
-    print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}")
+    run_all(cases, given.at_a_time, given.seconds, note, given.logs)
+    print(f"\n| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}")
     for case in cases:
-        cells = describe(case, results[case]) if case in results else [str(case)]
-        print(f"| {' | '.join(cells)} |")
+        print(row(case, results))
     print(f"\n{len(results)} of {len(cases)} cases in {time.monotonic() - began:.0f} s")
-    if given.json is not None:
-        content = [
-            {"case": asdict(case), "outcomes": [asdict(outcome) for outcome in outcomes]}
-            for case, outcomes in results.items()
-        ]
-        given.json.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def row(case: Case, results: dict[Case, list[Outcome]]) -> str:
+    """A row of the table."""
+    if case not in results:
+        return f"| {FAULTS[case.fault]} | of {case.ranks} | not run |"
+    return f"| {' | '.join(describe(case, results[case]))} |"
 
 
 if __name__ == "__main__":
