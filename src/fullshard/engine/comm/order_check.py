@@ -157,6 +157,9 @@ class Agreement:
             work = self.issued
             done = work is None or (work.is_completed() and not _has_failed(work))
             return None if done else work
+        except RuntimeError:
+            # The device has failed.
+            return work
         finally:
             self._asks_device.release()
 
