@@ -5,12 +5,13 @@ Note: agreeing without talking
     different sizes end the process. So an operation is started only when the other ranks are
     known to start the same one, or to start nothing. All ranks of a process group expect the same
     operation next (see ``order_table.py``). A rank about to do what is expected just does it: a
-    comparison, no communication. Where nothing is expected, as in the first step of a model, the
+    comparison, no communication. Where nothing is expected, as in the first steps of a model, the
     group's first rank announces what it is about to do, over the group's own backend; ranks about
     to do the same go on, and all expect it from then on. A rank about to do something else than
     is expected starts nothing: it counts itself in, in the group's store, under that operation's
-    name, and goes on when all ranks have (a first evaluation after many steps of training). The
-    ranks of a static model communicate in its first step, and at the beginning of the second.
+    name, and goes on when all ranks have (a first evaluation after many steps of training). A few
+    ranks meet there for what is new, too. The ranks of a static model communicate in its first two
+    steps (in the second, units are prefetched), and at the beginning of the third.
 
     When ranks disagree, at least one of them does not start, and the others wait for the
     collective. Whoever waits for longer than ``PATIENCE`` takes part in an inquiry (see
@@ -59,6 +60,8 @@ _LOOK_EVERY = 0.25
 _SILENT = ("run",)
 #: What a rank looks around for while it waits, so that it may start before it has heard of others.
 _WATCHED = ("gather", "reduce")
+#: Up to how many ranks meet at the store before new operations, which is faster for them.
+FEW = 4
 #: What is followed by collectives in which nobody looks around: all ranks always meet before.
 _ALWAYS_MEETS = ("save a checkpoint", "load a checkpoint")
 #: What works say that have succeeded: c10d's number for it.
@@ -122,7 +125,7 @@ class Agreement:
         if expectation is not Expectation.FOLLOWS:
             operation = Operation(*asked)
             self._waiting = self.order.count, operation
-            if expectation is Expectation.IS_NEW and self._can_announce(operation):
+            if expectation is Expectation.IS_NEW:
                 self._learn(operation, begins_pass)
             else:
                 self._meet(operation, begins_pass)
@@ -224,22 +227,30 @@ class Agreement:
 
     # -- an operation that is not expected ----------------------------------------------------
 
-    def _can_announce(self, operation: Operation) -> bool:
-        if self._announcements is None:
-            return False
-        return operation.verb in _SILENT or self._announcements.is_possible
-
     def _learn(self, operation: Operation, begins_pass: bool) -> None:
-        """Compare what this rank is about to do with what the first one announces."""
+        """Agree on an operation where nothing is expected."""
+        announcements = self._announcements
+        if announcements is None:
+            self._meet(operation, begins_pass)
+            return
         if operation.verb in _SILENT:
             return
-        assert self._announcements is not None
-        if not self.inquiry.mailboxes:
-            self._exchange_addresses(self._announcements)
+        if self._world_size <= FEW or not announcements.is_possible:
+            self._meet(operation, begins_pass)
+        else:
+            self._hear_first(announcements, operation, begins_pass)
+        if not self.inquiry.mailboxes and announcements.is_possible:
+            self._exchange_addresses(announcements)
+
+    def _hear_first(
+        self, announcements: Announcements, operation: Operation, begins_pass: bool
+    ) -> None:
+        """Compare what this rank is about to do with what the first one announces."""
         digest = self.order.digest(operation, begins_pass)
-        agrees = self._announcements.of_first(digest, self.wait) == digest
-        if operation.verb not in _WATCHED:
-            agrees = self._announcements.is_true_for_all(agrees, self.wait)
+        agrees = announcements.of_first(digest, self.wait) == digest
+        # The ranks have to know of each other's mailboxes from the first operation on.
+        if operation.verb not in _WATCHED or not self.inquiry.mailboxes:
+            agrees = announcements.is_true_for_all(agrees, self.wait)
         if not agrees:
             # Nobody has started what all others would wait for. This rank does not, and finds out
             # who is about to do what.
