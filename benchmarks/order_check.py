@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fullshard import FullyShardedDataParallel as FSDP
+from fullshard.engine.comm.announcement import announcements_of
 from fullshard.engine.comm.order_check import SWITCH, Agreement, Operation
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -90,6 +91,7 @@ class Training:
 def settling_time(count: int = 200_000) -> float:
     """Microseconds that it takes to agree on one operation that is known already."""
     agreement = Agreement(dist.HashStore(), 0, 1)
+    order = agreement.order
     operation = Operation("gather", "blocks.0", 1000)
     cycle = [Operation("forward", "root"), *[operation] * 25]
     for _ in range(3):
@@ -98,13 +100,31 @@ def settling_time(count: int = 200_000) -> float:
     started = time.perf_counter()
     for number in range(count):
         each = cycle[number % len(cycle)]
-        agreement.settle(each, begins_pass=each.verb == "forward")
+        # As Group.agree does.
+        expected = order.position.following
+        if expected.operation == each:
+            order.position = expected
+        else:
+            agreement.settle(each, begins_pass=each.verb == "forward")
+    return 1e6 * (time.perf_counter() - started) / count
+
+
+def announcing_time(group: Any, count: int = 300) -> float:
+    """Microseconds that it takes the first rank to announce one operation that is new."""
+    announcements = announcements_of(group)
+    assert announcements is not None
+    for number in range(20):
+        announcements.of_first(number, lambda work: work.wait())
+    dist.barrier()
+    started = time.perf_counter()
+    for number in range(count):
+        announcements.of_first(number, lambda work: work.wait())
     return 1e6 * (time.perf_counter() - started) / count
 
 
 def operations_per_step(training: Training) -> int:
     agreement: Any = training.model._unit.shards._agreement
-    return agreement._count // len(training.times)
+    return int(agreement.order.count) // len(training.times)
 
 
 def measure(rank: int, ranks: int, steps: int, folder: str) -> None:
@@ -118,6 +138,7 @@ def measure(rank: int, ranks: int, steps: int, folder: str) -> None:
         order = list(trainings.values())
         for training in order if number % 2 else reversed(order):
             training.step()
+    announcing = announcing_time(dist.group.WORLD)
     if rank == 0:
         results: dict[str, Any] = {
             name: summary(training.times[3:]) for name, training in trainings.items()
@@ -126,6 +147,7 @@ def measure(rank: int, ranks: int, steps: int, folder: str) -> None:
         # Neighbours share what else the machine does; so their ratio is steadier than the medians'.
         results["ratio"] = statistics.median(one / other for one, other in pairs)
         results["operations"] = operations_per_step(trainings["with"])
+        results["announce_us"] = announcing
         results["settle_us"] = settling_time()
         results["ranks"], results["steps"] = ranks, steps
         Path(folder, "results.json").write_text(json.dumps(results))
@@ -150,6 +172,7 @@ def show(results: dict[str, Any]) -> None:
     print(f"ratio of neighbouring steps, median: {results['ratio']:.3f}")
     each, count = results["settle_us"], results["operations"]
     print(f"{count} operations per step, {each:.2f} µs to agree on each: {count * each:.0f} µs")
+    print(f"{results['announce_us']:.0f} µs to announce an operation that is new")
 
 
 def main() -> None:

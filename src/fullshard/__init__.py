@@ -24,7 +24,7 @@ from .api import (
     StateDictSettings,
     StateDictType,
 )
-from .engine.comm.order_check import RanksDisagreeError
+from .engine.comm.disagreement import RankLostError, RanksDisagreeError
 from .engine.params.flat_parameter import FlatParameter
 from .forward_method import register_fsdp_forward_method
 from .fsdp import FullyShardedDataParallel, UnshardHandle
@@ -75,6 +75,7 @@ __all__ = [
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "RankLostError",
     "RanksDisagreeError",
     "ReplicateModule",
     "SaveHandle",

@@ -363,3 +363,18 @@ def test_a_checkpoint_that_one_rank_alone_saves_or_loads_is_told(act: str, tmp_p
     else:
         message = disagreement(lambda: step(model))
     assert_names(message, f"rank 0: {act} a checkpoint of unit", "rank 1: forward of unit")
+
+
+@STEPS
+@ranks(2, timeout=40)
+def test_ranks_of_large_groups_learn_from_the_first_one(healthy_steps: int) -> None:
+    """They broadcast; ranks of small groups meet at the store."""
+    few, order_check.FEW = order_check.FEW, 0
+    try:
+        model = wrapped("different", ShardingStrategy.FULL_SHARD)
+        for number in range(healthy_steps):
+            step(model, number=number)
+        message = disagreement(lambda: step(model, "012" if dist.get_rank() == 0 else "02"))
+    finally:
+        order_check.FEW = few
+    assert_names(message, "rank 0", "rank 1", "blocks.")

@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from .backends import backend_of, is_gloo
+from .disagreement import RankLostError, RanksDisagreeError
 from .order_check import NoAgreement, agreement_for
+from .watcher import abort
 
 # torch 2.13 renamed the flat collectives; 2.11 has only the old names, and both are methods of
 # a process group, so the warnings of the functions in torch.distributed are not in the way.
@@ -48,8 +50,10 @@ class Group:
         self.size: int = group.size()
         is_real = isinstance(group, dist.ProcessGroup)
         self._agreement = agreement_for(group) if is_real else NoAgreement()
+        #: What all ranks expect; None where nobody checks it.
+        self._order = self._agreement.order
         #: Whether the ranks agree on every operation before it starts.
-        self.checks_order = not isinstance(self._agreement, NoAgreement)
+        self.checks_order = self._order is not None
         #: Whether the backend itself makes means of sums, which saves a kernel for each.
         self.averages = device_type is not None and "nccl" in backend_of(group, device_type)
         self.refuse: Callable[[str, str], None] | None = None
@@ -78,28 +82,60 @@ class Group:
 
     def agree(self, verb: str, unit: str, *tensors: torch.Tensor) -> None:
         """Return when all ranks are known to do this next, with tensors of these sizes."""
-        if self.checks_order:
-            self._settle((verb, unit, sum(map(torch.Tensor.numel, tensors))))
+        order = self._order
+        if order is None:
+            return
+        asked = (verb, unit, sum([tensor.numel() for tensor in tensors]))
+        expected = order.position.following
+        if expected.operation == asked and self.refuse is None:
+            order.position = expected
+        else:
+            self._settle(asked, begins_pass=False)
 
     def begin_pass(self, kind: str, unit: str) -> None:
         """Return when all ranks are known to begin this kind of pass."""
-        if self.checks_order:
+        if self._order is not None:
             self._settle((kind, unit, 0), begins_pass=True)
 
-    def _settle(self, asked: tuple[str, str, int], begins_pass: bool = False) -> None:
+    def _settle(self, asked: tuple[str, str, int], begins_pass: bool) -> None:
         if self.refuse is not None:
             self.refuse(*asked[:2])
         try:
             self._agreement.settle(asked, begins_pass)
-        except BaseException:
-            stuck.append(self.group)
+        except BaseException as error:
+            self._give_up(error)
             raise
+
+    def _give_up(self, error: BaseException) -> None:
+        stuck.append(self.group)
+        if self.runs_ahead and isinstance(error, RanksDisagreeError | RankLostError):
+            # What the device waits for will not come: the process could not even end.
+            abort(self.group)
+
+    def _explain(self, error: RuntimeError) -> NoReturn:
+        """Raise why the backend refuses to start anything: most likely a rank is gone."""
+        try:
+            self._agreement.explain(error)
+        except RuntimeError as explained:
+            self._give_up(explained)
+            raise
+
+    def note_capturing(self, active: bool) -> None:
+        """What is issued from now on is captured in a graph, or is carried out again.
+
+        Ranks agree on it as always, and not on replays: no Python runs then.
+        """
+        self._agreement.note_capturing(active)
 
     def wait(self, *pending: Any) -> None:
         """Wait for what was started (on an accelerator: order the current stream)."""
         try:
             for work in pending:
+                if self._order is not None:
+                    self._agreement.issue(work)
                 work.wait()
+        except dist.DistError as error:
+            self._explain(error)
         except BaseException:
             stuck.append(self.group)
             raise
@@ -114,13 +150,14 @@ class Group:
         """Start filling each output with all ranks' inputs, in one launch."""
         self.agree("gather", unit, *outputs)
         received, sent = list(map(as_real, outputs)), list(map(as_real, inputs))
-        if len(received) == 1:
-            return [self._all_gather(received[0], sent[0])]
-        if _NEW_NAMES:
-            work = self.group.all_gather_single_coalesced(received, sent)
-        else:
-            work = self.group.allgather_into_tensor_coalesced(received, sent)
-        return [work]
+        try:
+            if len(received) == 1:
+                return [self._all_gather(received[0], sent[0])]
+            if _NEW_NAMES:
+                return [self.group.all_gather_single_coalesced(received, sent)]
+            return [self.group.allgather_into_tensor_coalesced(received, sent)]
+        except dist.DistError as error:
+            self._explain(error)
 
     def _all_gather(self, output: torch.Tensor, piece: torch.Tensor) -> Any:
         if _NEW_NAMES:
@@ -162,10 +199,13 @@ class Group:
         if full.dim() != 1 or full.is_complex():
             output, full = as_real(output).view(-1), as_real(full).view(-1)
         options = (_MEAN_SCATTER,) if mean else ()
-        if _NEW_NAMES:
-            work = self.group.reduce_scatter_single(output, full, *options)
-        else:
-            work = self.group._reduce_scatter_base(output, full, *options)
+        try:
+            if _NEW_NAMES:
+                work = self.group.reduce_scatter_single(output, full, *options)
+            else:
+                work = self.group._reduce_scatter_base(output, full, *options)
+        except dist.DistError as error:
+            self._explain(error)
         return functools.partial(self.wait, work)
 
     def all_reduce(
@@ -182,7 +222,10 @@ class Group:
             return _nothing
         self.agree(verb, unit, tensor)
         tensor = own_alias(tensor)
-        work = self.group.allreduce([tensor], *((_MEAN,) if mean else ()))
+        try:
+            work = self.group.allreduce([tensor], *((_MEAN,) if mean else ()))
+        except dist.DistError as error:
+            self._explain(error)
         return functools.partial(self.wait, self.pending(work, tensor))
 
     def all_reduce_max(self, tensor: torch.Tensor, unit: str, verb: str = "maximum") -> None:

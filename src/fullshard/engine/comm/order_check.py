@@ -3,363 +3,419 @@
 Note: agreeing without talking
     A collective that one rank starts and another does not hangs, and over gloo two collectives of
     different sizes end the process. So an operation is started only when the other ranks are
-    known to start the same one. All ranks of a process group have seen the same operations so
-    far; each therefore holds the same table from "operations since the last pass began" to "what
-    followed last time"; which kind of pass follows is looked up by the last few passes. A rank
-    about to do what the table says just does it: a dictionary lookup, no communication. A rank
-    about to do something else first counts itself in, in the group's store, under that
-    operation's name, and goes on when all ranks have; then all tables learn it. The first step of
-    a model is learned this way. After it, the ranks of a static model meet at the beginning of a
-    pass only, until the last few passes are as many as are remembered; then never again.
+    known to start the same one, or to start nothing. All ranks of a process group expect the same
+    operation next (see ``order_table.py``). A rank about to do what is expected just does it: a
+    comparison, no communication. Where nothing is expected, as in the first steps of a model, the
+    group's first rank announces what it is about to do, over the group's own backend; ranks about
+    to do the same go on, and all expect it from then on. A rank about to do something else than
+    is expected starts nothing: it counts itself in, in the group's store, under that operation's
+    name, and goes on when all ranks have (a first evaluation after many steps of training). A few
+    ranks meet there for what is new, too. The ranks of a static model communicate in its first two
+    steps (in the second, units are prefetched), and at the beginning of the third.
 
-    When ranks disagree, one of them deviates from the table, does not start, and waits in the
-    store; the others wait for the collective. Whoever waits for longer than ``PATIENCE`` posts
-    the operations it went through and reads what the others posted. Two ranks with different
-    operations at the same place have disagreed: the finding is posted, and every rank raises it.
-    A rank that is merely slow has posted nothing that contradicts the others, and is waited for;
-    those who wait say so after ``TELL_AFTER``.
+    When ranks disagree, at least one of them does not start, and the others wait for the
+    collective. Whoever waits for longer than ``PATIENCE`` takes part in an inquiry (see
+    ``inquiry.py``), and every rank raises what comes of it. A rank that is merely slow contradicts
+    nobody and has not ended, and is waited for; those who wait say so after ``TELL_AFTER``.
     Over gloo the host itself waits for collectives, and looks. Over other backends it runs ahead;
-    there a thread answers for it.
+    there a thread looks for it (see ``watcher.py``).
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import json
 import os
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from . import departure
+from .announcement import Announcements, announcements_of
 from .backends import is_gloo
+from .disagreement import Operation, Place, RankLostError, RanksDisagreeError
+from .inquiry import Inquiry
+from .mailbox import RECORD_SIZE, Address, host_towards, own_mailbox
+from .meeting import MeetingPlace
+from .order_table import Expectation, OrderTable
+from .watcher import watch
+
+__all__ = ["Agreement", "NoAgreement", "Operation", "RankLostError", "RanksDisagreeError"]
 
 #: Seconds of waiting after which a rank looks at what the others are doing.
 PATIENCE = 2.0
 #: Seconds of waiting after which a rank says for whom, once.
-TELL_AFTER = 60.0
+TELL_AFTER = 8.0
 #: Seconds after which a rank stops waiting for others that say nothing at all, at the latest.
 LAST_RESORT = 1800.0
-#: How often a waiting rank looks again; in the first seconds, this part of the time that it waited.
+#: Seconds within which a collective that failed is explained, or raises what the backend said.
+EXPLAIN_WITHIN = 6.0
+#: How often a waiting rank looks again.
 _LOOK_EVERY = 0.25
-_OF_TIME_WAITED = 0.1
-#: How many past operations a rank can be compared by.
-_REMEMBERED = 512
-#: How many passes back the next one is predicted from (micro-batches, train and eval in turn).
-_PASSES_REMEMBERED = 32
-#: The table is forgotten when a model that never repeats itself has filled it this far.
-_TABLE_LIMIT = 200_000
+#: What a rank does by itself: others learn of it at the next operation.
+_SILENT = ("run",)
+#: What a rank looks around for while it waits, so that it may start before it has heard of others.
+_WATCHED = ("gather", "reduce")
+#: Up to how many ranks meet at the store before new operations, which is faster for them.
+FEW = 4
+#: What is followed by collectives in which nobody looks around: all ranks always meet before.
+_ALWAYS_MEETS = ("save a checkpoint", "load a checkpoint")
+#: What works say that have succeeded: c10d's number for it.
+_SUCCESS = 0
 #: Set to "0" to start operations without agreeing on them.
 SWITCH = "FULLSHARD_ORDER_CHECK"
-
-
-class RanksDisagreeError(RuntimeError):
-    """Two ranks were about to run different operations at the same place."""
-
-
-class Operation(NamedTuple):
-    """What a rank is about to do: a verb, the unit it is done to, and how much is sent."""
-
-    verb: str
-    unit: str
-    elements: int = 0
-
-    def __str__(self) -> str:
-        size = f" ({self.elements} elements)" if self.elements else ""
-        return f"{self.verb} of unit {self.unit!r}{size}"
-
-
-#: An operation and its number among those of its process group.
-Place = tuple[int, Operation]
-_ASKED = "fullshard/asked"
-#: The threads that are meeting other ranks at a store.
-_meeting: set[int] = set()
-_meeting_lock = threading.Lock()
-#: What a forward does to units.
-_OF_FORWARD = ("gather", "run")
 
 
 class Agreement:
     """One process group's common knowledge of the order of operations."""
 
     def __init__(
-        self, store: Any, rank: int, world_size: int, timeout: float = LAST_RESORT
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        timeout: float = LAST_RESORT,
+        announcements: Announcements | None = None,
+        names: Sequence[int] | None = None,
     ) -> None:
-        self._store = store
         self._rank = rank
         self._world_size = world_size
         self._timeout = min(timeout, LAST_RESORT)
-        #: From a path to what followed it, and the path that this makes.
-        self._table: dict[int, tuple[Operation, int]] = {}
-        self._path = 0
-        self._count = 0
-        #: (place, operation) pairs; copied in one piece by the thread that answers for this rank.
-        self._recent: collections.deque[Place] = collections.deque(maxlen=_REMEMBERED)
-        self._passes: collections.deque[Operation] = collections.deque(maxlen=_PASSES_REMEMBERED)
-        self._previous_key: str | None = None
-        self._asking = False
-        #: Whether this group has left the connection to the store that all groups share.
-        self._has_connection = False
-        self._finding: str | None = None
+        #: What is expected, and where this rank stands; the step's path advances it by itself.
+        self.order = OrderTable()
+        names = range(world_size) if names is None else names
+        self.inquiry = Inquiry(store, rank, names)
+        self._meetings = MeetingPlace(store, world_size)
+        self._announcements = announcements
+        #: The collective that was issued last, where the host does not wait for it.
+        self.issued: Any = None
+        #: Set when another rank has left word: the watcher need not wait for its next look.
+        self.stirred = threading.Event()
+        #: Whether what is issued is captured in a graph, and not carried out.
+        self.is_capturing = False
         #: The operation that this rank waits to begin, and its place: not a past one yet.
         self._waiting: Place | None = None
-        #: Whether this rank has said that it read where the others are.
-        self._announced = False
         #: Called when others have been waited for for long; raises if that is in vain (``Join``).
         self.also_look: Callable[[], None] | None = None
         #: The place of the last operation for which it was told that others are waited for.
         self._told = -1
+        #: Whether the host finds out itself why something failed.
+        self._explains = False
+        #: Whether this rank's user has heard the verdict.
+        self._has_heard = False
+
+    @property
+    def _recent(self) -> list[Place]:
+        return self.order.history()
 
     def settle(self, asked: tuple[str, str, int], begins_pass: bool = False) -> None:
         """Return when every rank is known to do what is ``asked`` next; raise if one is not.
 
         An :class:`Operation` in all but type: one that is known need not be made again.
         """
-        if self._finding is not None:
-            raise RanksDisagreeError(self._finding)
-        # What a pass consists of follows from how it began; which pass is next, from the last few.
-        path = hash((self._path, *self._passes)) if begins_pass else self._path
-        known = self._table.get(path)
-        if known is None or known[0] != asked:
+        if self.inquiry.verdict is not None:
+            raise self._verdict_error()
+        expectation = self.order.expectation(asked, begins_pass)
+        if asked[0] in _ALWAYS_MEETS:
+            expectation = Expectation.DEVIATES
+        if expectation is not Expectation.FOLLOWS:
             operation = Operation(*asked)
-            self._meet(operation)
-            if len(self._table) >= _TABLE_LIMIT:
-                self._table.clear()
-            known = operation, hash(operation if begins_pass else (path, operation))
-            self._table[path] = known
-        operation, self._path = known
-        self._recent.append((self._count, operation))
-        self._count += 1
-        if begins_pass:
-            self._passes.append(operation)
+            self._waiting = self.order.count, operation
+            if expectation is Expectation.IS_NEW:
+                self._learn(operation, begins_pass)
+            else:
+                self._meet(operation, begins_pass)
+            # Kept if this raises: others are to be told what this rank was about to do.
+            self._waiting = None
+        self.order.advance(asked, begins_pass)
+
+    def _verdict_error(self) -> RuntimeError:
+        assert self.inquiry.verdict is not None
+        self._has_heard = True
+        return self.inquiry.verdict.error()
+
+    # -- where the host does not wait for collectives -----------------------------------------
+
+    def unheard_verdict(self) -> str | None:
+        """What is to be told where the host may never come to raise it; once."""
+        if self._has_heard or self.inquiry.verdict is None:
+            return None
+        self._has_heard = True
+        error = self.inquiry.verdict.error()
+        return f"{type(error).__name__}: {error}"
+
+    def incomplete_work(self) -> Any:
+        """The last collective, if it has not completed and the host does not look around itself.
+
+        One that failed has not: the device still waits for it.
+        """
+        work = self.issued
+        host_looks = self._waiting is not None or self._explains
+        if host_looks or self.is_capturing or work is None:
+            return None
+        try:
+            if not work.is_completed() or _has_failed(work):
+                return work
+        except RuntimeError:
+            # The device has failed.
+            return work
+        if self.issued is work:
+            # Not asked again: during a capture, a question from any thread may break it.
+            self.issued = None
+        return None
+
+    def issue(self, work: Any) -> None:
+        """Look after ``work``, for which the device waits and the host does not."""
+        if not self.is_capturing:
+            self.issued = work
+
+    def note_capturing(self, active: bool) -> None:
+        """From now on what is issued is captured in a graph, or is carried out again.
+
+        What was captured never completes by itself, and the host does not see replays.
+        """
+        self.is_capturing, self.issued = active, None
+
+    def history(self) -> list[Place]:
+        """The last operations and their places, with the one that this rank waits to begin."""
+        waiting = self._waiting
+        return [*self.order.history(), *([waiting] if waiting else [])]
+
+    # -- a collective -------------------------------------------------------------------------
 
     def wait(self, work: Any) -> None:
         """Wait for a collective; look around when it takes suspiciously long."""
-        patience, waited = PATIENCE, 0.0
+        patience, began, looked = PATIENCE, 0.0, False
         while True:
             try:
                 work.wait(timedelta(seconds=patience))
-                return
+                break
             except RuntimeError as error:
                 # Gloo's word for "not yet"; anything else is a failure of its own.
                 if "timed out" not in str(error).lower():
-                    raise
+                    self.explain(error)
             if work.is_completed():
                 # It came, or failed, just now: this returns or raises at once.
-                work.wait()
-                return
-            waited += patience
-            self._look(waited)
-            patience = _LOOK_EVERY
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    self.explain(error)
+                break
+            # Not read before it has to be: most collectives come in time.
+            began = began or time.monotonic() - patience
+            self.look(time.monotonic() - began)
+            patience, looked = _LOOK_EVERY, True
+        if looked:
+            self.close()
 
-    def _meet(self, operation: Operation) -> None:
-        with self._at_store():
-            self._meet_at_store(operation)
+    def explain(self, error: RuntimeError) -> NoReturn:
+        """Raise why a collective, or the store, has failed: which rank is gone."""
+        self._explains = True
+        deadline = time.monotonic() + EXPLAIN_WITHIN
+        history = self.history()
+        while history and time.monotonic() < deadline:
+            try:
+                verdict = self.inquiry.look(history, failed=True)
+            except RuntimeError:
+                verdict = self.inquiry.look_without_store(history)
+            if verdict is not None:
+                found = self._verdict_error()
+                found.add_note(f"Rank {self._rank} was told by its backend: {error}")
+                raise found from None
+            time.sleep(_LOOK_EVERY / 5)
+        raise error
 
-    @contextlib.contextmanager
-    def _at_store(self) -> Iterator[None]:
-        """Have a connection to the store on which no other thread waits.
+    # -- an operation that is not expected ----------------------------------------------------
 
-        Groups share one, and whoever waits on it keeps all others waiting: another thread, too, for
-        which other ranks may wait in turn. Not one for every group: servers are slow to take many.
-        """
-        thread = threading.get_ident()
-        with _meeting_lock:
-            if _meeting - {thread} and not self._has_connection:
-                self._has_connection = True
-                # A store that is written in Python need not be able to.
-                with contextlib.suppress(RuntimeError):
-                    self._store = self._store.clone()
-            _meeting.add(thread)
-        try:
-            yield
-        finally:
-            with _meeting_lock:
-                _meeting.discard(thread)
-
-    def _meet_at_store(self, operation: Operation) -> None:
-        key = f"fullshard/{self._count}/{'/'.join(map(str, operation))}"
-        if self._store.add(key, 1) == self._world_size:
-            self._store.set(f"{key}/go", "1")
-            self._forget_previous()
+    def _learn(self, operation: Operation, begins_pass: bool) -> None:
+        """Agree on an operation where nothing is expected."""
+        announcements = self._announcements
+        if announcements is None:
+            self._meet(operation, begins_pass)
+            return
+        if operation.verb in _SILENT:
+            return
+        if self._world_size <= FEW or not announcements.is_possible:
+            self._meet(operation, begins_pass)
         else:
-            self._wait_for_all(key, operation)
-        self._previous_key = key
+            self._hear_first(announcements, operation, begins_pass)
+        if not self.inquiry.mailboxes and announcements.is_possible:
+            self._exchange_addresses(announcements)
+
+    def _hear_first(
+        self, announcements: Announcements, operation: Operation, begins_pass: bool
+    ) -> None:
+        """Compare what this rank is about to do with what the first one announces."""
+        digest = self.order.digest(operation, begins_pass)
+        agrees = announcements.of_first(digest, self.wait) == digest
+        # The ranks have to know of each other's mailboxes from the first operation on.
+        if operation.verb not in _WATCHED or not self.inquiry.mailboxes:
+            agrees = announcements.is_true_for_all(agrees, self.wait)
+        if not agrees:
+            # Nobody has started what all others would wait for. This rank does not, and finds out
+            # who is about to do what.
+            self._wait_in_vain()
+
+    def _exchange_addresses(self, announcements: Announcements) -> None:
+        record = bytes(RECORD_SIZE)
+        # Who has no socket is asked in other ways; all must take part in the exchange.
+        with contextlib.suppress(OSError, RuntimeError):
+            record = own_mailbox(host_towards(self._meetings.store)).open_for(self).packed()
+        self.inquiry.mailboxes = [*map(Address.unpacked, announcements.of_all(record, self.wait))]
+        departure.leave_word_of(self)
+
+    def _wait_in_vain(self) -> NoReturn:
+        began = time.monotonic()
+        while (waited := time.monotonic() - began) < self._timeout:
+            self.look(waited)
+            time.sleep(_LOOK_EVERY / 5)
+        raise RanksDisagreeError(
+            f"Rank {self._rank} is about to {_at(self.history())}, and the first rank of its "
+            f"process group is not. No other rank has said anything for {self._timeout:.0f} s"
+        )
+
+    def _meet(self, operation: Operation, begins_pass: bool) -> None:
+        key = f"fullshard/{self.order.count}/{self.order.digest(operation, begins_pass):x}"
+        try:
+            with self._meetings.connection():
+                self.inquiry.store = self._meetings.store
+                if not self._meetings.come(key, PATIENCE):
+                    self._wait_for_all(key, operation)
+        except (RanksDisagreeError, RankLostError):
+            raise
+        except RuntimeError as error:
+            self.explain(error)
 
     def _wait_for_all(self, key: str, operation: Operation) -> None:
-        # Kept if this raises: a thread that answers must go on to say it.
-        self._waiting = self._count, operation
-        if self._comes_soon(key):
-            self._waiting = None
-            return
-        waited = PATIENCE
+        began = time.monotonic() - PATIENCE
+        waited = next_question = PATIENCE
         while True:
-            self._look(waited, operation)
+            self.look(waited)
             time.sleep(_LOOK_EVERY)
-            waited += _LOOK_EVERY
-            if self._store.check([f"{key}/go"]):
-                self._waiting = None
-                return
+            waited = time.monotonic() - began
+            if waited >= next_question and self.inquiry.store_answers():
+                next_question = waited + self._meetings.pause
+                if self._meetings.all_are_at(key):
+                    self.close()
+                    return
             if waited > self._timeout:
                 raise RanksDisagreeError(
                     f"Waited {waited:.0f} s for all ranks to start {operation}; "
-                    f"{self._store.add(key, 0)} of {self._world_size} have. The others are not in "
-                    "fullshard, or gone: look at their logs. (Ranks are waited for as long as the "
-                    "process group's timeout says.)"
+                    f"{self._meetings.count_at(key)} of {self._world_size} have. The others are "
+                    "not in fullshard, or gone: look at their logs. (Ranks are waited for as long "
+                    "as the process group's timeout says.)"
                 )
 
-    def _comes_soon(self, key: str) -> bool:
-        """Whether all ranks are at ``key`` before patience ends.
-
-        Asks the store again and again, at intervals that grow with the time that has passed. A wait
-        at the store that ends in vain is a warning of torch's, and healthy ranks may be slow.
-        """
-        began = time.monotonic()
-        while not self._store.check([f"{key}/go"]):
-            waited = time.monotonic() - began
-            if waited >= PATIENCE:
-                return False
-            time.sleep(min(waited * _OF_TIME_WAITED, _LOOK_EVERY, PATIENCE - waited))
-        return True
-
-    def _forget_previous(self) -> None:
-        """All ranks are here, so none is still reading the keys of the meeting before."""
-        if self._previous_key is not None:
-            self._store.delete_key(self._previous_key)
-            self._store.delete_key(f"{self._previous_key}/go")
+    # -- waiting for long ---------------------------------------------------------------------
 
     def look_around(self, waited: float) -> None:
         """Wait on, for a word of another rank; raises what the ranks disagree on."""
         if waited < PATIENCE:
             return
         time.sleep(_LOOK_EVERY)
-        self._look(waited)
+        self.look(waited)
         if waited > self._timeout:
             raise RanksDisagreeError(f"Waited {waited:.0f} s for ranks that still have data")
 
-    def _look(self, waited: float, pending: Operation | None = None) -> None:
-        """Post where this rank is, read where the others are, raise what they disagree on."""
+    def look(self, waited: float) -> None:
+        """Take part in the inquiry into what this rank waits for; raise what comes of it."""
         if self.also_look is not None:
             self.also_look()
-        history = [*self._recent] if pending is None else [*self._recent, (self._count, pending)]
-        finding = self._compare(history)
-        # Asked for after this rank has posted: who answers finds the post, and is done.
-        self._ask()
-        if finding is not None:
-            self._announce()
-            raise RanksDisagreeError(finding)
-        place, operation = history[-1]
-        if waited >= TELL_AFTER and place > self._told:
-            self._told = place
-            self._tell(waited, place, operation)
+        if self.investigate(waited):
+            raise self._verdict_error() from None
+
+    def investigate(self, waited: float) -> bool:
+        """Take part in the inquiry; whether there is a verdict."""
+        tells = waited >= TELL_AFTER and self._place > self._told
+        if not self.inquiry.is_due and not tells:
+            return False
+        history = self.history()
+        try:
+            verdict = self.inquiry.look(history)
+            if verdict is None and tells:
+                self._tell(waited, *history[-1])
+        except RuntimeError:
+            verdict = self.inquiry.look_without_store(history)
+            if verdict is None:
+                raise
+        return verdict is not None
+
+    @property
+    def _place(self) -> int:
+        return self.order.count - (self._waiting is None)
+
+    def close(self) -> None:
+        """What was waited for has come."""
+        # The store may have ended with another rank just now.
+        with contextlib.suppress(RuntimeError):
+            self.inquiry.close()
 
     def _tell(self, waited: float, place: int, operation: Operation) -> None:
-        """Say which ranks are the furthest behind, by what they said when they last waited."""
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
-        reached = {rank: max(self._read(rank), default=-1) for rank in others}
-        furthest_behind = min(reached.values())
-        if furthest_behind < place:
-            absent = [rank for rank in others if reached[rank] == furthest_behind]
-            warnings.warn(
-                f"Rank {self._rank} has waited {waited:.0f} s for {_ranks(absent)}, and is at the "
-                f"{operation}. Who is waited for may be slow, busy outside of fullshard, or gone: "
-                "look at its log. Waiting goes on",
-                stacklevel=2,
-            )
+        """Say once for whom this rank waits, as far as the examiner knows."""
+        awaited = self.inquiry.awaited()
+        if awaited is None:
+            return
+        self._told = place
+        ranks, _, words = awaited.partition("\n")
+        warnings.warn(
+            f"Rank {self.inquiry.own_name} has waited {waited:.0f} s for {ranks}, and is at the "
+            f"{operation}. Who is waited for may be slow, busy outside of fullshard, or stuck"
+            f"{': ' if words else ''}{words}. Waiting goes on",
+            stacklevel=2,
+        )
 
-    def _ask(self) -> None:
-        """Have ranks that do not wait for anything, or not in fullshard, say where they are."""
-        if not self._asking:
-            self._asking = True
-            self._store.set(_ASKED, "1")
+    # -- what other ranks ask or tell ---------------------------------------------------------
 
-    def answer(self) -> bool:
-        """Say where this rank is, if another asks; whether they turned out to disagree.
-
-        Called by a thread of its own where collectives do not block the host. The disagreement is
-        raised by the next operation of this rank.
-        """
-        if self._store.check([_ASKED]):
-            waiting = self._waiting
-            # With what the other thread waits for, which has posted it: this replaces that post.
-            self._finding = self._compare([*self._recent, *([waiting] if waiting else [])])
-        if self._finding is None:
-            return False
-        self._announce()
-        return True
-
-    def _compare(self, history: list[Place]) -> str | None:
-        """Post ``history`` and return in words where another rank's differs from it."""
-        self._store.set(_post(self._rank), json.dumps(history))
-        mine = dict(history)
-        others = {r: self._read(r) for r in range(self._world_size) if r != self._rank}
-        for theirs in others.values():
-            for place, operation in theirs.items():
-                if mine.get(place, operation) != operation:
-                    return _describe(place, {self._rank: mine, **others})
-        return None
-
-    def _read(self, rank: int) -> dict[int, Operation]:
-        if not self._store.check([_post(rank)]):
-            return {}
-        posted = json.loads(self._store.get(_post(rank)))
-        return {place: Operation(*operation) for place, operation in posted}
-
-    def _announce(self) -> None:
-        """Give the other ranks time to read this rank's post before this process may end."""
-        key = "fullshard/read"
-        read = self._store.add(key, 0 if self._announced else 1)
-        self._announced = True
-        deadline = time.monotonic() + 2 * PATIENCE
-        while read < self._world_size and time.monotonic() < deadline:
-            time.sleep(_LOOK_EVERY / 5)
-            read = self._store.add(key, 0)
+    def receive(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Act on what another rank left in this process's mailbox."""
+        if message.get("asked") == "where":
+            history = self.order.history()
+            return {"place": history[-1][0] if history else -1, "where": departure.whereabouts()}
+        self.inquiry.receive(message)
+        if self.inquiry.verdict is not None:
+            self.order.halt()
+        self.stirred.set()
+        return {}
 
 
-def _post(rank: int) -> str:
-    return f"fullshard/position/{rank}"
+def _has_failed(work: Any) -> bool:
+    """Whether a work that says it is complete was given up by its backend, as NCCL's are."""
+    try:
+        result = work.get_future_result()
+    except (AttributeError, RuntimeError):
+        # Its backend does not say.
+        return False
+    return bool(result.done() and result.value() != _SUCCESS)
 
 
-def _ranks(ranks: list[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
-
-
-def _describe(place: int, histories: dict[int, dict[int, Operation]]) -> str:
-    sides: dict[Operation, list[int]] = {}
-    for rank in sorted(histories):
-        if place in histories[rank]:
-            sides.setdefault(histories[rank][place], []).append(rank)
-    told = "; ".join(f"{_ranks(ranks)}: {operation}" for operation, ranks in sides.items())
-    forward = all(_is_in_forward(place, h) for h in histories.values() if place in h)
-    return (
-        f"{'Forward order differs across ranks. ' if forward else ''}"
-        f"Ranks disagree about operation {place} of this process group: {told}. Every rank "
-        "must run the same units in the same order; look for control flow that depends on a "
-        "rank's own data, an exception caught on one rank only, or models built differently."
-    )
-
-
-def _is_in_forward(place: int, history: dict[int, Operation]) -> bool:
-    """Whether a forward has begun before ``place`` and done nothing else since."""
-    while (operation := history.get(place)) is not None and operation.verb in _OF_FORWARD:
-        place -= 1
-    return operation is not None and operation.verb.startswith(("forward", "evaluation"))
+def _at(history: list[Place]) -> str:
+    return str(history[-1][1]) if history else "begin"
 
 
 class NoAgreement:
     """For groups of one rank, groups without a store, and when the check is switched off."""
+
+    order: OrderTable | None = None
+
+    def issue(self, work: Any) -> None:
+        pass
+
+    def note_capturing(self, active: bool) -> None:
+        pass
 
     def settle(self, asked: tuple[str, str, int], begins_pass: bool = False) -> None:
         pass
 
     def wait(self, work: Any) -> None:
         work.wait()
+
+    def explain(self, error: RuntimeError) -> NoReturn:
+        raise error
 
 
 _agreements: weakref.WeakKeyDictionary[Any, Agreement | NoAgreement] = weakref.WeakKeyDictionary()
@@ -379,10 +435,19 @@ def _make(group: Any) -> Agreement | NoAgreement:
     backend, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
     if store is None or backend == "fake":
         return NoAgreement()
-    agreement = Agreement(store, group.rank(), group.size(), _timeout_of(group))
+    names = dist.get_process_group_ranks(group)
+    agreement = Agreement(
+        store, group.rank(), group.size(), _timeout_of(group), announcements_of(group), names
+    )
+    agreement.inquiry.store_ends_with_first = names[0] == 0 and not _agent_has_store()
     if not is_gloo(group):
-        answer_in_background(agreement, group)
+        agreement.inquiry.host_runs_ahead = True
+        watch(agreement, group, PATIENCE)
     return agreement
+
+
+def _agent_has_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _timeout_of(group: Any) -> float:
@@ -392,36 +457,3 @@ def _timeout_of(group: Any) -> float:
         with contextlib.suppress(AttributeError, RuntimeError):
             timeouts.append(group._get_backend(device).options._timeout.total_seconds())
     return max(timeouts, default=LAST_RESORT)
-
-
-def answer_in_background(agreement: Agreement, group: Any) -> threading.Thread:
-    """Let a thread answer other ranks' questions while this one computes.
-
-    For backends whose collectives do not block the host: a rank that follows the known order runs
-    ahead of a collective that will never come. When that is found, the group is aborted, so that a
-    host that waits for the device comes back.
-    """
-    thread = threading.Thread(
-        target=_answer, args=(weakref.ref(agreement), weakref.ref(group)), daemon=True
-    )
-    thread.start()
-    return thread
-
-
-def _answer(agreement_reference: Any, group_reference: Any) -> None:
-    while True:
-        time.sleep(PATIENCE / 2)
-        agreement = agreement_reference()
-        try:
-            if agreement is None:
-                return
-            if agreement.answer():
-                break
-        except RuntimeError:
-            # The store is gone, and with it the other ranks.
-            return
-        del agreement
-    group = group_reference()
-    if group is not None:
-        with contextlib.suppress(Exception):
-            group.abort()

@@ -43,6 +43,13 @@ def tell_watchers(schedule: Schedule) -> None:
         watcher.note_pass(schedule)
 
 
+def tell_groups(units: Iterable[Unit], capturing: bool) -> None:
+    """What the units' process groups are given from now on is captured, or is carried out."""
+    groups = {group for unit in units for group in (unit.shards, unit.copies) if group is not None}
+    for group in groups:
+        group.note_capturing(capturing)
+
+
 def obstacle(units: Iterable[Unit]) -> str | None:
     """Why passes of these units cannot be captured in a CUDA graph; None if they can."""
     for unit in units:

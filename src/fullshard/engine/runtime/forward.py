@@ -19,7 +19,7 @@ from ..comm.streams import streams_for
 from ..params.buffers import any_holds
 from .autograd import graph_task, holds_reentrant_checkpoint, in_backward
 from .backward import Backward
-from .capturing import check_can_be_captured, tell_watchers, watching
+from .capturing import check_can_be_captured, tell_groups, tell_watchers, watching
 from .outputs import Inputs, SideOutputs, entries, hook_entries, hook_handed_on
 from .policy import AfterForward, policy_for
 from .pytrees import replace_tensors, tensors_in
@@ -377,6 +377,8 @@ class Schedule:
         streams = self._streams
         was_capturing = streams.capturing
         streams.begin_pass()
+        if streams.capturing is not was_capturing:
+            tell_groups(self.units, streams.capturing)
         if streams.capturing:
             check_can_be_captured(self.units, self._residencies, is_first=not was_capturing)
         if watching:

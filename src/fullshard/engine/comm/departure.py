@@ -1,0 +1,66 @@
+"""What a rank leaves behind when an error ends it, and where it is meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+import traceback
+import weakref
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .order_check import Agreement
+
+#: Code that a user does not look into when a rank hangs.
+_NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+#: Longest text of an error that others are told.
+_LONGEST = 2000
+
+_agreements: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def leave_word_of(agreement: Agreement) -> None:
+    """Tell the other ranks of ``agreement`` when an error ends this process."""
+    _agreements.add(agreement)
+    _chain_to_hook()
+
+
+@functools.cache
+def _chain_to_hook() -> None:
+    previous, process = sys.excepthook, os.getpid()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # First what the user is to see: others are told afterwards.
+        previous(kind, error, trace)
+        if os.getpid() == process:
+            tell_others(error)
+
+    sys.excepthook = hook
+
+
+def tell_others(error: BaseException) -> None:
+    """Leave word that ``error`` ends this rank."""
+    said = "".join(traceback.format_exception_only(error)).strip()[:_LONGEST]
+    for agreement in list(_agreements):
+        # The store may be gone.
+        with contextlib.suppress(RuntimeError, OSError):
+            agreement.inquiry.depart(said)
+
+
+def whereabouts() -> str:
+    """Where the main thread of this process is, in the user's code if it is called from there."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    innermost = frame
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
+        frame = frame.f_back
+    frame = frame or innermost
+    if frame is None:
+        return "a process that is ending"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -1,0 +1,410 @@
+"""How ranks that wait for too long find out why: one of them examines, all are told.
+
+Note: one examiner
+    A rank that waits for longer than it should posts its last operations in the group's store,
+    once. The first to come becomes the examiner. It alone reads the posts, asks after ranks that
+    posted nothing (see ``mailbox.py``), and looks for the notes of ranks that ended with an error.
+    When two posts differ, or a rank has ended, it writes a verdict, once, and leaves it in every
+    rank's mailbox, so that it is known there even if the store is gone by then. The others do
+    nothing but look, every few seconds, whether the examiner is still there; one of them replaces
+    it if not. So each rank sends a constant number of messages, and all of them together a number
+    that grows with the number of ranks. As long as nobody waits there are none.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from .disagreement import (
+    Operation,
+    Place,
+    Verdict,
+    describe_difference,
+    describe_loss,
+    first_difference,
+    name_ranks,
+)
+from .mailbox import Address, Contact, State, contact
+
+#: Seconds between two looks of the examiner.
+_EXAMINES_EVERY = 0.25
+#: Seconds between two looks at the examiner's pulse, where verdicts arrive by mail; else, seconds
+#: per thousand ranks.
+_FEELS_PULSE_EVERY = 4.0
+_PER_THOUSAND_RANKS = 1.0
+#: Seconds after which an examiner without a pulse is replaced.
+_NO_PULSE = 3.0
+#: Seconds for which posts are awaited that would name further ranks, after two have differed.
+_GRACE = 1.0
+#: Seconds between two attempts to reach ranks that posted nothing, and for one attempt.
+_REACHES_EVERY, _REACHES_WITHIN = 2.0, 1.0
+#: How many of the ranks that are waited for are described.
+_DESCRIBED = 4
+#: How many ranks a rank tells that ends with an error; they tell the others, if they miss it.
+_TOLD = 4
+#: Seconds for which a rank stays whose verdict did not reach all mailboxes.
+_STAYS = 4.0
+_HAS_VERDICT = 1 << 40
+_PREFIX = "fullshard/inquiry"
+
+
+class Inquiry:
+    """One rank's part in finding out what its process group waits for."""
+
+    def __init__(self, store: Any, rank: int, names: Sequence[int]) -> None:
+        self.store = store
+        self._rank = rank
+        #: How ranks are called in messages: by their number in the whole job.
+        self._names = names
+        #: All ranks' mailboxes, once they are known.
+        self.mailboxes: Sequence[Address] = ()
+        #: Whether the first rank's process provides the store.
+        self.store_ends_with_first = False
+        #: Whether the operation that this rank gave out last need not be the one it waits for.
+        self.host_runs_ahead = False
+        self.verdict: Verdict | None = None
+        #: Ranks that said that they end, by their number in the group, and with which error.
+        self.departed: dict[int, str] = {}
+        #: Who is waited for when the store itself does not answer.
+        self._silent_store: str | None = None
+        self._is_open = False
+        self._examiner: _Examiner | None = None
+        self._pulse, self._felt, self._next_look = -1, 0.0, 0.0
+        self._next_question = 0.0
+        #: How many requests this rank sent to the store for this, for measurements.
+        self.requests = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is anything to do or to say for a rank that waits."""
+        if self.verdict is not None or self.departed or not self._is_open:
+            return True
+        due = self._next_look if self._examiner is None else self._examiner.next_look
+        return time.monotonic() >= due
+
+    def look(self, history: list[Place], failed: bool = False) -> Verdict | None:
+        """Find out why this rank waits; ``failed``: its collective did, so that somebody is gone.
+
+        To be called again and again; decides itself what is due.
+        """
+        if self.verdict is None and self.store_ends_with_first and 0 in self.departed:
+            # It has told all ranks; and the store, by which they would find out more, may be gone.
+            self.verdict = self.describe_lost([*self.departed], self.departed, history[-1])
+        if self.verdict is not None:
+            return self.verdict
+        if not self.is_due or not self.store_answers():
+            return None
+        if not self._is_open:
+            self._post(history)
+        elif self._examiner is None:
+            self._feel_pulse(time.monotonic())
+        if self._examiner is not None:
+            self.verdict = self._examiner.look(history, failed)
+        return self.verdict
+
+    def close(self) -> None:
+        """What was waited for has come."""
+        if self._is_open:
+            self._is_open = False
+            if self._examiner is not None:
+                self._examiner.retire()
+                self._examiner = None
+                self.compare_set("examiner", str(self._rank), "")
+
+    # -- requests to the store ----------------------------------------------------------------
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number of all ranks."""
+        self.requests += 1
+        found: int = self.store.add(f"{_PREFIX}/{key}", amount)
+        return found
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value for all ranks."""
+        self.requests += 1
+        self.store.set(f"{_PREFIX}/{key}", value)
+
+    def get(self, key: str) -> bytes:
+        """Read a value that is there, or will be at once."""
+        self.requests += 1
+        value: bytes = self.store.get(f"{_PREFIX}/{key}")
+        return value
+
+    def delete(self, key: str) -> None:
+        """Remove a value that nobody will read any more."""
+        self.requests += 1
+        self.store.delete_key(f"{_PREFIX}/{key}")
+
+    def compare_set(self, key: str, expected: str, value: str) -> str:
+        """Write a value if it is as expected; returns the value afterwards."""
+        self.requests += 1
+        found: bytes = self.store.compare_set(f"{_PREFIX}/{key}", expected, value)
+        return found.decode()
+
+    # -- a rank that waits --------------------------------------------------------------------
+
+    def _post(self, history: list[Place]) -> None:
+        packed = zlib.compress(json.dumps(history).encode(), 1)
+        number = self.add("posts", 1)
+        self.set(f"post/{number}", b"%d\n" % self._rank + packed)
+        self._is_open = True
+        self._apply(expected="")
+
+    def _apply(self, expected: str) -> None:
+        """Become the examiner, if that is still ``expected``."""
+        now = time.monotonic()
+        self._pulse, self._felt = -1, now
+        self._next_look = now + self._interval
+        if self.compare_set("examiner", expected, str(self._rank)) == str(self._rank):
+            self._examiner = _Examiner(self)
+
+    @property
+    def _interval(self) -> float:
+        return _FEELS_PULSE_EVERY if self.mailboxes else self._store_interval
+
+    @property
+    def _store_interval(self) -> float:
+        """Seconds between two questions of a rank that the store can bear from all ranks."""
+        return max(_EXAMINES_EVERY, _PER_THOUSAND_RANKS * len(self._names) / 1000)
+
+    def _feel_pulse(self, now: float) -> None:
+        pulse = self.add("pulse", 0)
+        self._next_look = now + self._interval
+        if pulse >= _HAS_VERDICT:
+            self.verdict = Verdict(*json.loads(self.get("verdict")))
+        elif pulse != self._pulse:
+            self._pulse, self._felt = pulse, now
+        elif now - self._felt > _NO_PULSE:
+            self._apply(expected=self.get("examiner").decode())
+
+    def store_answers(self) -> bool:
+        """Whether a question to the store would not keep this rank waiting.
+
+        It does where the first rank provides the store, and is stopped.
+        """
+        self._silent_store = None
+        if self._rank == 0 or not self.store_ends_with_first or not self.mailboxes:
+            return True
+        found = self.reach([0], {"asked": "answer"})[0]
+        answers = found.answer is not None or found.state is State.ENDED
+        if not answers and self.mailboxes[0].is_reachable:
+            self._silent_store = f"{self.name([0])}\n{self.silence(0)}"
+            return False
+        return True
+
+    def silence(self, rank: int) -> str:
+        return f"{self.name([rank])} is alive and does not answer: stopped, or busy in native code"
+
+    def awaited(self) -> str | None:
+        """Who is waited for, in the examiner's words."""
+        if self._silent_store is not None:
+            return self._silent_store
+        if self._examiner is not None:
+            return self._examiner.awaited
+        now = time.monotonic()
+        if now < self._next_question:
+            return None
+        # The examiner mostly knows by now. Where it does not yet, it will in a moment.
+        self._next_question = now + self._store_interval
+        if not self.store_answers():
+            return self._silent_store
+        self.requests += 1
+        if not self.store.check([f"{_PREFIX}/awaited"]):
+            return None
+        return self.get("awaited").decode() or None
+
+    # -- what all ranks can say ---------------------------------------------------------------
+
+    def describe_lost(self, lost: Sequence[int], reasons: dict[int, str], place: Place) -> Verdict:
+        """Say that ranks, by their numbers in the group, have ended."""
+        return describe_loss(
+            [self._names[rank] for rank in sorted(lost)],
+            {self._names[rank]: reason for rank, reason in reasons.items()},
+            f"{name_ranks([self._names[self._rank]])} waits at {self._or_before}the",
+            *place,
+        )
+
+    @property
+    def _or_before(self) -> str:
+        return "or before " if self.host_runs_ahead else ""
+
+    @property
+    def own_name(self) -> int:
+        return self._names[self._rank]
+
+    def name(self, ranks: Sequence[int]) -> str:
+        return name_ranks(self._names[rank] for rank in ranks)
+
+    @property
+    def others(self) -> list[int]:
+        return [rank for rank in range(len(self._names)) if rank != self._rank]
+
+    def named(self, histories: dict[int, dict[int, Operation]]) -> dict[int, dict[int, Operation]]:
+        return {self._names[rank]: history for rank, history in histories.items()}
+
+    def reach(self, ranks: Sequence[int], message: dict[str, Any] | None) -> dict[int, Contact]:
+        """Try to reach ranks at their mailboxes."""
+        if not self.mailboxes:
+            return {rank: Contact(State.UNKNOWN) for rank in ranks}
+        found = contact([self.mailboxes[rank] for rank in ranks], message, _REACHES_WITHIN)
+        return dict(zip(ranks, found, strict=True))
+
+    def receive(self, message: dict[str, Any]) -> None:
+        """Take note of what another rank left in the mailbox."""
+        if "verdict" in message:
+            self.verdict = self.verdict or Verdict(*message["verdict"])
+        elif "departed" in message:
+            rank, reason = message["departed"]
+            self.departed.setdefault(rank, reason)
+
+    def depart(self, reason: str) -> None:
+        """Leave word that this rank ends with an error, before others miss it.
+
+        A few others are told. Those of them that wait already begin an inquiry at once.
+        """
+        if self.verdict is not None:
+            return
+        note = {"departed": [self._rank, reason]}
+        if self._rank == 0 and self.store_ends_with_first:
+            self.reach(self.others, note)
+            return
+        if self.store_ends_with_first and self.reach([0], None)[0].state is State.ENDED:
+            return
+        number = self.add("departures", 1)
+        self.set(f"departure/{number}", json.dumps(note["departed"]).encode())
+        size = len(self._names)
+        following = [(self._rank + distance) % size for distance in range(1, 1 + _TOLD)]
+        self.reach([rank for rank in dict.fromkeys(following) if rank != self._rank], note)
+
+    def look_without_store(self, history: list[Place]) -> Verdict | None:
+        """Find out who has ended when the store does not answer: most likely who provided it."""
+        if self.verdict is None and self.departed:
+            self.verdict = self.describe_lost([*self.departed], self.departed, history[-1])
+        for ranks in ([0], self.others):
+            if self.verdict is None and self._rank not in ranks:
+                ended = [r for r, c in self.reach(ranks, None).items() if c.state is State.ENDED]
+                if ended:
+                    self.verdict = self.describe_lost(ended, {}, history[-1])
+        return self.verdict
+
+
+class _Examiner:
+    """What the one rank does that examines."""
+
+    def __init__(self, inquiry: Inquiry) -> None:
+        self._inquiry = inquiry
+        self._first = self._read = inquiry.add("read", 0)
+        self._read_departures = 0
+        self._histories: dict[int, dict[int, Operation]] = {}
+        #: Most ranks post the same: it is read once.
+        self._known: dict[bytes, dict[int, Operation]] = {}
+        self._departed: dict[int, str] = {}
+        self._differ_since: float | None = None
+        self.next_look = self._next_reach = 0.0
+        self.awaited: str | None = None
+
+    def retire(self) -> None:
+        """Leave nothing behind of a wait that is over."""
+        for number in range(self._first + 1, self._read + 1):
+            self._inquiry.delete(f"post/{number}")
+        self._inquiry.add("read", self._read - self._first)
+        if self.awaited is not None:
+            self._inquiry.set("awaited", b"")
+
+    def look(self, history: list[Place], failed: bool) -> Verdict | None:
+        now = time.monotonic()
+        self.next_look = now + _EXAMINES_EVERY
+        self._inquiry.add("pulse", 1)
+        self._read_posts()
+        self._read_notes()
+        verdict = self._departure(history) or self._difference(now)
+        if verdict is None and self._differ_since is None and (failed or now >= self._next_reach):
+            verdict = self._reach_others(history, first=self._next_reach == 0.0 and not failed)
+        if verdict is not None:
+            self._publish(verdict)
+        return verdict
+
+    def _read_posts(self) -> None:
+        count = self._inquiry.add("posts", 0)
+        for number in range(self._read + 1, count + 1):
+            rank, _, packed = self._inquiry.get(f"post/{number}").partition(b"\n")
+            if packed not in self._known:
+                posted = json.loads(zlib.decompress(packed))
+                self._known[packed] = {place: Operation(*given) for place, given in posted}
+            self._histories[int(rank)] = self._known[packed]
+        self._read = count
+
+    def _read_notes(self) -> None:
+        count = self._inquiry.add("departures", 0)
+        for number in range(self._read_departures + 1, count + 1):
+            rank, reason = json.loads(self._inquiry.get(f"departure/{number}"))
+            self._departed[rank] = reason
+        self._departed.update(self._inquiry.departed)
+        self._read_departures = count
+
+    def _departure(self, history: list[Place]) -> Verdict | None:
+        if not self._departed:
+            return None
+        return self._inquiry.describe_lost([*self._departed], self._departed, history[-1])
+
+    def _difference(self, now: float) -> Verdict | None:
+        distinct = {id(history): history for history in self._histories.values()}
+        place = first_difference(distinct.values())
+        if place is None:
+            return None
+        self._differ_since = self._differ_since or now
+        missing = len(self._histories) <= len(self._inquiry.others)
+        if missing and now - self._differ_since < _GRACE:
+            return None
+        return describe_difference(place, self._inquiry.named(self._histories))
+
+    def _reach_others(self, history: list[Place], first: bool) -> Verdict | None:
+        """Ask after the ranks that are furthest behind, by what they posted."""
+        self._next_reach = time.monotonic() + (_GRACE if first else _REACHES_EVERY)
+        if first:
+            # Others may be about to post.
+            return None
+        place = history[-1][0]
+        others = self._inquiry.others
+        reached = {rank: max(self._histories.get(rank, {}), default=-1) for rank in others}
+        behind = [rank for rank in others if reached[rank] < place]
+        contacts = self._inquiry.reach(behind or others, None)
+        ended = [rank for rank, found in contacts.items() if found.state is State.ENDED]
+        if ended:
+            # Who ends by an error says so before it ends.
+            self._read_notes()
+            return self._inquiry.describe_lost(ended, self._departed, history[-1])
+        furthest = min(reached.values())
+        self._name_awaited([rank for rank in behind if reached[rank] == furthest], place)
+        return None
+
+    def _name_awaited(self, ranks: list[int], place: int) -> None:
+        """Tell all ranks who is waited for: those of ``ranks`` that are not there after all."""
+        answers = self._inquiry.reach(ranks[:_DESCRIBED], {"asked": "where"})
+        words = []
+        for rank, found in answers.items():
+            answer = found.answer
+            if answer and answer["place"] >= place:
+                ranks.remove(rank)
+            elif answer:
+                words.append(f"{self._inquiry.name([rank])} is in {answer['where']}")
+            elif found.state is State.THERE:
+                words.append(self._inquiry.silence(rank))
+        awaited = self._inquiry.name(ranks) if ranks else ""
+        said = f"{awaited}\n{'; '.join(words)}" if awaited else ""
+        if said != (self.awaited or ""):
+            self.awaited = said or None
+            self._inquiry.set("awaited", said.encode())
+
+    def _publish(self, verdict: Verdict) -> None:
+        inquiry = self._inquiry
+        inquiry.set("verdict", json.dumps(list(verdict)).encode())
+        inquiry.add("pulse", _HAS_VERDICT)
+        reached = inquiry.reach(inquiry.others, {"verdict": list(verdict)})
+        if any(found.state is State.UNKNOWN for found in reached.values()):
+            # Others will find it in the store, which may end with this process.
+            time.sleep(_STAYS)
