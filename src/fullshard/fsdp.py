@@ -19,7 +19,7 @@ from torch.distributed.algorithms.join import Joinable
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, adopt
 from .construction import Initial, Material, construct_unit
 from .engine.comm.process_groups import ProcessGroups, resolve_groups, strategy_for
-from .engine.init.optimizer_warnings import watch_optimizers
+from .engine.init.optimizer_warnings import watch_optimizers, watching
 from .engine.init.validation import check_modules, check_one_device, note_pieces, note_places
 from .engine.params.handle import _FSDP_USE_FULL_PREC_IN_EVAL
 from .engine.params.locations import WRAPPED_MODULE, clean_tensor_name, own_modules
@@ -232,7 +232,8 @@ class FullyShardedDataParallel(
         precision = BufferPrecision(modules, lowered) if lowered is not None else UNCHANGED_BUFFERS
         self.__dict__.update(_unit=unit, _buffer_precision=precision)
         self._keep_state(modules, order, below)
-        watch_optimizers(unit)
+        if not watching:
+            watch_optimizers(unit)
 
     # -- a step ---------------------------------------------------------------------------------
 

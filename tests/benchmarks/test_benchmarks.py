@@ -25,7 +25,7 @@ PROGRAMS: dict[str, list[str]] = {
     ],
 }
 ROWS = {
-    "step": ["bare", "FSDP1", "FSDP2", "fullshard"],
+    "step": ["bare", "FSDP1", "FSDP2", "fullshard", "fullshard fully_shard"],
     "overlap": ["FSDP2", "fullshard"],
     "growth": ["bare", "fullshard"],
 }
@@ -64,7 +64,7 @@ def test_every_row_of_the_step_table_computes_the_bare_model_s_losses(results: A
     printed, written = results["step"]
     rows = written["cases"][0]["rows"]
 
-    assert set(rows) == {"bare", "FSDP2", "fullshard"}
+    assert set(rows) == {"bare", "FSDP2", "fullshard", "fullshard fully_shard"}
     for row in rows.values():
         assert row["losses"] == pytest.approx(rows["bare"]["losses"], rel=1e-6)
     assert len(set(rows["bare"]["losses"])) > 1, "nothing was learned"
@@ -97,7 +97,8 @@ def test_real_ranks_compute_the_bare_model_s_losses_in_every_row(results: Any) -
     _, written = results["cpu_collectives"]
     rows = written["runs"][0]["rows"]
 
-    assert set(rows) == {"bare", "DDP", "FSDP2", "fullshard", "fullshard SHARD_GRAD_OP"}
+    ours = {"fullshard", "fullshard SHARD_GRAD_OP", "fullshard fully_shard"}
+    assert set(rows) == {"bare", "DDP", "FSDP2", *ours}
     for row in rows.values():
         assert row["losses"] == pytest.approx(rows["bare"]["losses"], rel=1e-5)
         assert row["x bare"] > 0

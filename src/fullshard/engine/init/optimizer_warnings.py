@@ -44,7 +44,8 @@ _OVER_EACH = frozenset(
 _elementwise: set[type] = set()
 #: Optimizers of the other classes that were looked at.
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_hooks: list[Any] = []
+#: What :func:`watch_optimizers` has registered: once is enough.
+watching: list[Any] = []
 
 
 def watch_optimizers(unit: Unit) -> None:
@@ -52,8 +53,8 @@ def watch_optimizers(unit: Unit) -> None:
 
     When it is made, because an optimizer's first step may run the first forward, in a closure.
     """
-    if not _hooks and any(h.is_cut or not h.use_orig_params for h in unit.handles):
-        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+    if not watching and any(h.is_cut or not h.use_orig_params for h in unit.handles):
+        watching.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -172,7 +172,10 @@ class Backward:
 
     def _begin(self) -> None:
         refuse_compiled_backward()
-        self._streams.begin_backward()
+        if self._streams.runs_ahead:
+            self._streams.begin_backward()
+            if self._unsharded.changed_since_forward():
+                self._streams.gather_after_compute()
         self._unsharded.begin_backward()
         self._since_pass = True
         self._creates_graph = torch.is_grad_enabled()

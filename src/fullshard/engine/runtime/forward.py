@@ -340,6 +340,8 @@ class Schedule:
         if not in_backward():
             self._unsharded.reshard_unused()
             self._streams.end_pass()
+            if self._streams.runs_ahead and torch.is_grad_enabled():
+                self._unsharded.end_forward()
             if self._backward.offloads and not torch.is_grad_enabled():
                 # No backward follows whose end would wait for the all-gathers. So the host waits
                 # here, before the user can change offloaded shards that are still being read.
@@ -369,11 +371,8 @@ class Schedule:
         for unit in self.units:
             unit.follow(joining)
 
-    def _begin_pass(self, unit: Unit) -> None:
-        if self._joining is not None:
-            self._joining.begin_pass()
-        elif unit.shards.refuse is not None:
-            unit.shards.refuse("pass of another model", unit.name)
+    def _note_capture(self) -> None:
+        """A pass begins that a graph may capture, as the pass before it may have been."""
         streams = self._streams
         was_capturing = streams.capturing
         streams.begin_pass()
@@ -381,9 +380,18 @@ class Schedule:
             tell_groups(self.units, streams.capturing)
         if streams.capturing:
             check_can_be_captured(self.units, self._residencies, is_first=not was_capturing)
+
+    def _begin_pass(self, unit: Unit) -> None:
+        if self._joining is not None:
+            self._joining.begin_pass()
+        elif unit.shards.refuse is not None:
+            unit.shards.refuse("pass of another model", unit.name)
+        if self._streams.runs_ahead:
+            self._note_capture()
         if watching:
             tell_watchers(self)
         unit.begin_pass()
+        streams = self._streams
         self._unsharded.begin_pass(leaves_nothing=streams.capturing)
         event, self._stepped = self._stepped, None
         if event is None or streams.capturing:

@@ -141,11 +141,22 @@ class UnshardedUnits:
         #: The units that are not sharded, in the order in which they were all-gathered.
         self._unsharded: dict[Unit, None] = {}
         self._kept_versions: dict[Unit, list[int]] = {}
+        #: The versions of all parameters when the last forward ended, if a backward may follow.
+        self._after_forward: list[list[int]] = []
         #: The units of which a forward has left parts to a few ranks.
         self._with_parts: list[Unit] = []
 
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._unsharded
+
+    def end_forward(self) -> None:
+        """The outermost forward is over, and a backward may follow."""
+        self._after_forward = [unit.versions() for unit in self.residencies]
+
+    def changed_since_forward(self) -> bool:
+        """True if parameters were changed in place between forward and backward."""
+        noted, self._after_forward = self._after_forward, []
+        return bool(noted) and noted != [unit.versions() for unit in self.residencies]
 
     def all(self) -> list[Unit]:
         """A copy, to be resharded from."""

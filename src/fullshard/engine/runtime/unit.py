@@ -86,6 +86,9 @@ class Unit:
         self.syncs_gradients = True
         #: Whether full parameters stay after a backward, for the next forward.
         self.stays_after_backward = False
+        #: Whether full parameters stay after a backward at all, if no graph captures it: one that
+        #: began with the next forward would not gather what is there already.
+        self.stays_between_passes = False
         #: Whether backward computes with the full parameters (an embedding's does not).
         self.unshards_in_backward = True
         #: What the user brings to all-gather with.
@@ -166,15 +169,22 @@ class Unit:
     def sync_gradients(self, enabled: bool) -> None:
         """Have backward reduce gradients, or keep them local."""
         self.syncs_gradients = enabled
+        self._decide_what_stays()
 
     def set_options(self, options: UnitOptions) -> None:
         """Follow other options from now on."""
         self.options = options
         self.set_device(self.device)
+        self._decide_what_stays()
 
     def stay_after_backward(self, enabled: bool) -> None:
         """Keep full parameters after a backward; the next forward uses them if none changed."""
         self.stays_after_backward = enabled
+        self._decide_what_stays()
+
+    def _decide_what_stays(self) -> None:
+        unsynced = not self.syncs_gradients and self.options.keeps_full_after_forward
+        self.stays_between_passes = self.stays_after_backward or unsynced
 
     def unshard_in_backward(self, enabled: bool) -> None:
         """Have full parameters in backward, or leave the unit sharded: its user knows better."""
@@ -223,16 +233,6 @@ class Unit:
     def is_sharded(self) -> bool:
         """True if a rank keeps a part of the parameters only."""
         return self.options.is_sharded
-
-    @property
-    def stays_between_passes(self) -> bool:
-        """True if full parameters stay after a backward, if no graph captures it.
-
-        A graph that begins with the next forward would not gather what is there already.
-        """
-        return self.stays_after_backward or (
-            not self.syncs_gradients and self.options.keeps_full_after_forward
-        )
 
     @property
     def has_trainable(self) -> bool:
@@ -513,7 +513,8 @@ class Unit:
         for handle in self.handles:
             trainable.append(handle.trainable)
         # Autograd runs a node on the stream that it was made on: each stream has its own.
-        key = (self.streams.number(), self.full_precision, *trainable)
+        stream = self.streams.number() if self.streams.runs_ahead else None
+        key = (stream, self.full_precision, *trainable)
         known = self._nodes.get(key)
         if known is None:
             if len(self._nodes) == _PATTERNS_KEPT:
