@@ -22,9 +22,10 @@ from .flat_parameter import FlatParameter, HandleReference
 from .flattening import check_uniform, cuts, flat_strides, flattened, own_part
 from .layout import FlatParamShardMetadata, Layout, Piece, alignment_elements
 from .locations import ParameterLocation, containers_of, find_locations
-from .replacements import check_shape, parameter_at, refuse_replaced_views
+from .replacements import refuse_replaced_views
 from .tensor_parallel import Distribution, Distributions, distributions_of, local_part
 from .unused_parameters import Presence
+from .write_back import WriteBack
 
 #: Environment variables, by the names under which programs look them up.
 _FSDP_SKIP_WRITEBACK_CHECK = "FSDP_SKIP_WRITEBACK_CHECK"
@@ -33,7 +34,6 @@ _FSDP_USE_FULL_PREC_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 HandleShardingStrategy = ShardingStrategy
 
 REQUIRES_GRAD = operator.attrgetter("requires_grad")
-_GRADIENT = operator.attrgetter("grad")
 #: Goes through an iterator in C, for what it does on the way.
 _EXHAUST: Callable[[Iterable[Any]], None] = collections.deque(maxlen=0).extend
 
@@ -46,7 +46,7 @@ class Dtypes(NamedTuple):
     reduce: torch.dtype
 
 
-class FlatParamHandle:
+class FlatParamHandle(WriteBack):
     """Owns one group's memory.
 
     ``params`` are flattened on construction; :meth:`shard` then keeps this rank's part only, or
@@ -294,76 +294,6 @@ class FlatParamHandle:
         locals_ = map(local_part, tensors) if self.distributions else tensors
         addresses = map(torch.Tensor.data_ptr, locals_)
         return not any(map(operator.ne, addresses, map(torch.Tensor.data_ptr, buffer.views)))
-
-    # -- write-back ---------------------------------------------------------------------------
-
-    def write_back(self) -> bool:
-        """Take over parameters, or their data, that the user replaced since the last use.
-
-        Returns whether there were any.
-
-        When nothing was replaced this is two passes over C functions: object identity and
-        addresses of the parameters the user can reach. Gradients are where the optimizer looks
-        already; of those it is only looked whether they fit.
-        """
-        if self.skip_writeback_check:
-            return False
-        if not self.local_gradients:
-            self._check_gradients()
-        if list(map(torch.Tensor.data_ptr, self.optimizer_params)) == self._addresses:
-            found = map(operator.getitem, self._containers, self._keys)
-            try:
-                if not any(map(operator.is_not, found, self._visible)):
-                    return False
-            except KeyError:
-                # Something was removed; what, is told below.
-                pass
-        if self.use_orig_params:
-            self._take_over_parameters()
-        else:
-            self._take_over_flat()
-        return True
-
-    def _check_gradients(self) -> None:
-        for index, gradient in enumerate(map(_GRADIENT, self.optimizer_params)):
-            if gradient is not None and gradient.shape != self._expected[index].shape:
-                where = self.where(self.optimizer_params[index])
-                check_shape("gradient", where, self._expected[index], gradient)
-
-    def where(self, parameter: nn.Parameter) -> ParameterLocation | nn.Module:
-        """The location that a message names for a parameter, or the module that it stands for."""
-        places = (p for p, own in zip(self.places, self.params, strict=False) if own is parameter)
-        return next((each[0] for each in places), self.module)
-
-    def _take_over_flat(self) -> None:
-        refuse_replaced_views(self.places, self.sharded)
-        flat = self.flat_param.data
-        check_shape("parameter", self.module, self.shard_tensor, flat)
-        # Into the memory that full parameters were made for, and that autograd may have saved.
-        self.shard_tensor.data.copy_(flat)
-        self.flat_param.data = self.shard_tensor
-
-    def _take_over_parameters(self) -> None:
-        with torch.no_grad():
-            replaced: list[tuple[int, nn.Parameter, torch.Tensor]] = []
-            for index, (places, view) in enumerate(zip(self.places, self.sharded, strict=True)):
-                old = self.params[index]
-                found = [parameter_at(place) for place in places]
-                new = next((parameter for parameter in found if parameter is not old), old)
-                if new is old and old.data_ptr() == view.data_ptr():
-                    continue
-                check_shape("parameter", places[0], view, new)
-                value = new.detach()
-                if value.untyped_storage().data_ptr() == view.untyped_storage().data_ptr():
-                    # Another parameter's, which may be replaced as well.
-                    value = value.clone()
-                replaced.append((index, new, value))
-            for index, new, value in replaced:
-                self.sharded[index].data.copy_(value)
-                new.data = self.sharded[index]
-                self.params[index] = new
-        self._remember()
-        self.show_sharded()
 
     # -- buffers ------------------------------------------------------------------------------
 

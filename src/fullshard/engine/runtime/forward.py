@@ -27,6 +27,7 @@ from .residency import Reason, UnshardedUnits
 from .step_state import ForwardCall, StepState
 from .unit import State, Unit
 from .untraced import untraced
+from .user_requests import UserRequests
 
 if TYPE_CHECKING:
     from ..join.joining import Joining
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 _PASSES_KEPT = 64
 
 
-class Schedule:
+class Schedule(UserRequests):
     """Drives the units below ``root``."""
 
     def __init__(self, root: Unit, units: Sequence[Unit]) -> None:
@@ -100,56 +101,6 @@ class Schedule:
         """
         self.await_clean_up()
         return self.is_idle
-
-    # -- on the user's word -------------------------------------------------------------------
-
-    def unshard(self, unit: Unit) -> None:
-        """Begin to gather a unit ahead of its use; inside a pass, as prefetching would."""
-        if unit.summoned:
-            return
-        if not self.wait_until_idle():
-            if unit.state is State.SHARDED:
-                versions = unit.take_replacements(self._policy.checks_for_changes)
-                self._unsharded.prefetch(unit, full_precision=False, versions=versions)
-            return
-        self._backward.break_off()
-        residency = self._residencies[unit]
-        if unit.shows_full or residency.is_requested:
-            return
-        if residency.reason is Reason.AWAITS_BACKWARD:
-            # Its parameters may have changed since.
-            self._unsharded.reshard(unit)
-        unit.write_back()
-        unit.shards.begin_pass("unshard", unit.name)
-        self._streams.gather_after_compute()
-        self._unsharded.prefetch(unit, full_precision=False)
-        residency.request(unit.versions())
-
-    def gather_after(self, event: Any) -> None:
-        """Let the next pass all-gather after ``event``, not after all that was computed before."""
-        self._stepped = event
-
-    def finish_unshard(self, unit: Unit) -> None:
-        """Show what :meth:`unshard` gathers, between passes."""
-        if self.is_idle and self._residencies[unit].is_requested and not unit.shows_full:
-            unit.finish_unshard()
-            unit.show_full(tracked=torch.is_grad_enabled())
-            unit.remember_values()
-
-    def reshard(self, unit: Unit) -> None:
-        """Give a unit's full parameters back; what was done to them since is kept."""
-        self.await_clean_up()
-        state = self._states[unit]
-        if unit.summoned or state.active or state.task is not None:
-            raise RuntimeError(
-                f"Unit {unit.name!r} computes with its full parameters now, or summon_full_params "
-                "shows them: reshard() it afterwards"
-            )
-        unit.drop_parts()
-        if unit in self._unsharded:
-            self._unsharded.keep_changes_and_reshard(unit)
-            if self.is_idle:
-                self._streams.settle()
 
     # -- forward ------------------------------------------------------------------------------
 

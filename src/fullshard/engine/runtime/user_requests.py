@@ -1,0 +1,83 @@
+"""Units that are unsharded and resharded on the user's word: ``unshard()`` and ``reshard()``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..comm.streams import HostStreams
+from .backward import Backward
+from .policy import Policy
+from .residency import Reason, Residency, UnshardedUnits
+from .step_state import StepState
+from .unit import State, Unit
+
+
+class UserRequests:
+    """The part of a schedule that carries out what the user asks for."""
+
+    _streams: HostStreams
+    _policy: Policy
+    _unsharded: UnshardedUnits
+    _residencies: Mapping[Unit, Residency]
+    _states: Mapping[Unit, StepState]
+    _backward: Backward
+    #: The event after which the next pass may all-gather, if the user named one.
+    _stepped: Any
+
+    if TYPE_CHECKING:
+
+        @property
+        def is_idle(self) -> bool: ...
+        def await_clean_up(self) -> None: ...
+        def wait_until_idle(self) -> bool: ...
+
+    def unshard(self, unit: Unit) -> None:
+        """Begin to gather a unit ahead of its use; inside a pass, as prefetching would."""
+        if unit.summoned:
+            return
+        if not self.wait_until_idle():
+            if unit.state is State.SHARDED:
+                versions = unit.take_replacements(self._policy.checks_for_changes)
+                self._unsharded.prefetch(unit, full_precision=False, versions=versions)
+            return
+        self._backward.break_off()
+        residency = self._residencies[unit]
+        if unit.shows_full or residency.is_requested:
+            return
+        if residency.reason is Reason.AWAITS_BACKWARD:
+            # Its parameters may have changed since.
+            self._unsharded.reshard(unit)
+        unit.write_back()
+        unit.shards.begin_pass("unshard", unit.name)
+        self._streams.gather_after_compute()
+        self._unsharded.prefetch(unit, full_precision=False)
+        residency.request(unit.versions())
+
+    def gather_after(self, event: Any) -> None:
+        """Let the next pass all-gather after ``event``, not after all that was computed before."""
+        self._stepped = event
+
+    def finish_unshard(self, unit: Unit) -> None:
+        """Show what :meth:`unshard` gathers, between passes."""
+        if self.is_idle and self._residencies[unit].is_requested and not unit.shows_full:
+            unit.finish_unshard()
+            unit.show_full(tracked=torch.is_grad_enabled())
+            unit.remember_values()
+
+    def reshard(self, unit: Unit) -> None:
+        """Give a unit's full parameters back; what was done to them since is kept."""
+        self.await_clean_up()
+        state = self._states[unit]
+        if unit.summoned or state.active or state.task is not None:
+            raise RuntimeError(
+                f"Unit {unit.name!r} computes with its full parameters now, or summon_full_params "
+                "shows them: reshard() it afterwards"
+            )
+        unit.drop_parts()
+        if unit in self._unsharded:
+            self._unsharded.keep_changes_and_reshard(unit)
+            if self.is_idle:
+                self._streams.settle()
