@@ -28,6 +28,8 @@ COLORS = {
     "Megatron-FSDP": "#7a6c9d",
     "fullshard": "#2a6f97",
     "fullshard SHARD_GRAD_OP": "#61a5c2",
+    "fullshard HYBRID_SHARD": "#a9d6e5",
+    "fullshard fully_shard": "#014f86",
 }
 #: Phases of the profile with less than this part of a step are drawn as one.
 SMALL = 0.01

@@ -107,7 +107,7 @@ PHASES: dict[str, tuple[str, ...]] = {
         "engine.runtime.backward:Backward._finish_reduces",
         "engine.runtime.backward:Backward._end",
         "engine.grads.reduction:Reduction.settle",
-        "engine.grads.gradients:run_hooks",
+        "engine.grads.user_hooks:_run_hooks",
     ),
 }
 FORWARD, BACKWARD, OPTIMIZER = "model: forward", "model: backward", "optimizer"

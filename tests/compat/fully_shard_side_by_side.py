@@ -21,7 +21,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = ROOT / "examples" / "clients"
-ON_ONE_GPU = ROOT / "tests" / "compat" / "programs" / "each_rank_a_host.py"
+ON_ONE_GPU = ROOT / "tests" / "compat" / "each_rank_a_host.py"
 PROGRAMS = ("fully_shard_train", "accelerate_fully_shard", "trainer_fully_shard")
 #: How each of the two launches a program on two ranks.
 LAUNCHERS = {
