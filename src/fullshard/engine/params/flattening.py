@@ -64,7 +64,7 @@ def flattened(params: Sequence[nn.Parameter], layout: Layout) -> torch.Tensor:
 def own_part(
     params: Sequence[nn.Parameter], layout: Layout, pieces: Sequence[Piece]
 ) -> torch.Tensor:
-    """A rank's part of it: the whole buffer would take as much again as the originals."""
+    """A rank's shard, filled directly: building the whole buffer first would double the memory."""
     first = params[0]
     shard = streams_for(first.device).lasting_zeros(layout.shard_numel, first.dtype)
     for slot, piece, parameter in zip(layout.slots, pieces, params, strict=True):

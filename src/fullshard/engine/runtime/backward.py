@@ -75,7 +75,7 @@ class Backward:
         #: The forwards that a backward will come through; last come, first reached.
         self._passed = passed
         self._cursor = 0
-        #: The units that a host prefetches.
+        #: The units that were prefetched on a host and are not waited for yet.
         self._ahead: list[Unit] = []
         #: The unit whose gradients are staged and, on a host, not yet reduced.
         self._pending: Unit | None = None

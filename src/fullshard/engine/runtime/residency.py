@@ -10,6 +10,9 @@ Note: one reason at a time
     a part of it here. *Held* (``StepState.held``) came with several of them: it says that a running
     backward still needs the unit, not why the unit is unsharded.
 
+    ``summon_full_params`` stands outside: it unshards a unit between steps by itself, for as long
+    as its context lasts, and ``Unit.summoned`` says so. The unit has no reason then.
+
     One pair that no test had met is possible: ``unshard()`` of a unit that is pinned. The unit
     stays pinned, since its memory must stay; ``requested_versions`` keeps that it was requested.
 """
@@ -26,16 +29,16 @@ from .unit import State, Unit
 class Reason(Enum):
     """Why a unit's full parameters are there, or on their way."""
 
-    #: They are not: the unit is sharded.
+    #: The unit is sharded, or ``summon_full_params`` shows its parameters.
     NONE = auto()
     #: All-gathered ahead of its use, on a guess.
     PREFETCHED = auto()
-    #: The user called ``unshard()``.
+    #: The user called ``unshard()`` between passes.
     REQUESTED = auto()
-    #: A forward or a backward computes with them, or shows them since.
+    #: A forward or backward computes with them, or ended and left them in place.
     IN_USE = auto()
-    #: Left by a forward for the backward that follows. Not for a forward, since parameters may
-    #: change in between.
+    #: Left by a forward for the backward that follows. Another forward must all-gather again:
+    #: parameters may have changed.
     AWAITS_BACKWARD = auto()
     #: Left by a backward for the next forward: inside ``no_sync`` under a strategy that keeps
     #: parameters after forward, or after ``set_reshard_after_backward(False)``.
@@ -118,8 +121,9 @@ class Residency:
         return self.requested_versions is not None
 
     def serves_next_pass(self, versions: Callable[[], list[int]], any_changed: bool) -> bool:
-        """True if a pass that begins may use what is there: the rest was for a backward that has
-        not come, and parameters may have changed since.
+        """True if a pass that begins may use what is there.
+
+        What waits for a backward that never came must be all-gathered again.
 
         ``versions`` are those of the unit's parameters now; ``any_changed`` says whether parameters
         of any unit changed since the last backward.
@@ -159,7 +163,7 @@ class UnshardedUnits:
         return bool(noted) and noted != [unit.versions() for unit in self.residencies]
 
     def all(self) -> list[Unit]:
-        """A copy, to be resharded from."""
+        """The unsharded units, in a list that stays as it is while they are resharded."""
         return [*self._unsharded]
 
     def unshard(self, unit: Unit, full_precision: bool) -> None:
@@ -200,7 +204,7 @@ class UnshardedUnits:
             self.reshard(unit)
 
     def reshard(self, unit: Unit) -> None:
-        """Back to sharded: what every unit is outside of its compute."""
+        """Reshard a unit, and forget why it was unsharded."""
         self.residencies[unit].reshard()
         self._unsharded.pop(unit, None)
         plan = unit.plan

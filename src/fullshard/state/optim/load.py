@@ -1,4 +1,4 @@
-"""A state dict by parameter names as one that this rank's optimizer can load."""
+"""Converts a state dict keyed by names into one that this rank's optimizer can load."""
 
 from __future__ import annotations
 
