@@ -25,8 +25,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fullshard import FullyShardedDataParallel as FSDP
+from fullshard.engine.comm.agreements import SWITCH
 from fullshard.engine.comm.announcement import announcements_of
-from fullshard.engine.comm.order_check import SWITCH, Agreement, Operation
+from fullshard.engine.comm.order_check import Agreement, Operation
 from fullshard.wrap import ModuleWrapPolicy
 
 LAYERS, WIDTH, HEADS, TOKENS, BATCH, LENGTH = 8, 384, 6, 512, 2, 128

@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from fullshard.engine.comm.agreements import agreement_for
 from fullshard.engine.comm.mailbox import Address, own_mailbox
-from fullshard.engine.comm.order_check import Agreement, RanksDisagreeError, agreement_for
+from fullshard.engine.comm.order_check import Agreement, RanksDisagreeError
 
 UNITS = 100
 SLOW = 10.0

@@ -125,7 +125,7 @@ def test_muon_is_refused_over_shards_and_the_reason_is_told() -> None:
 def test_the_hook_is_registered_once_and_costs_next_to_nothing() -> None:
     for _ in range(2):
         model = wrap(FULL_SHARD, True)
-    assert len(optimizers._hooks) == 1
+    assert len(optimizers.watching) == 1
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer)
     count = 10_000

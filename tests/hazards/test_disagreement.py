@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import RanksDisagreeError, ShardingStrategy
-from fullshard.engine.comm import order_check
+from fullshard.engine.comm import agreements, order_check
 from fullshard.testing import device, ranks
 
 SHARDING = pytest.mark.parametrize("strategy", [*STRATEGIES[:2], *IN_PLACE])
@@ -330,9 +330,9 @@ def test_a_rank_slow_between_two_units_backwards_is_waited_for(strategy: Shardin
 
 @ranks(2, timeout=40)
 def test_the_check_can_be_switched_off() -> None:
-    os.environ[order_check.SWITCH] = "0"
+    os.environ[agreements.SWITCH] = "0"
     model = wrapped("equal", ShardingStrategy.FULL_SHARD)
-    assert isinstance(model._unit.shards._agreement, order_check.NoAgreement)
+    assert isinstance(model._unit.shards._agreement, agreements.NoAgreement)
     assert torch.isfinite(step(model)).all()
     assert {p.device for p in model.parameters()} == {device()}
 
@@ -349,7 +349,7 @@ def test_ranks_that_are_gone_are_waited_for_as_long_as_the_group_says() -> None:
 @ranks(2)
 def test_the_groups_timeout_is_known() -> None:
     group = dist.new_group(timeout=timedelta(seconds=40))
-    assert order_check._timeout_of(group) == 40
+    assert agreements._timeout_of(group) == 40
 
 
 @pytest.mark.parametrize("act", ["save", "load"])

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import MixedPrecision, ShardingStrategy
-from fullshard.engine.comm.order_check import SWITCH
+from fullshard.engine.comm.agreements import SWITCH
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 

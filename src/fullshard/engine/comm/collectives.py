@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from .agreements import NoAgreement, agreement_for
 from .backends import backend_of, is_gloo
 from .disagreement import RankLostError, RanksDisagreeError
-from .order_check import NoAgreement, agreement_for
 from .watcher import abort
 
 # torch 2.13 renamed the flat collectives; 2.11 has only the old names, and both are methods of

@@ -24,28 +24,22 @@ Note: agreeing without talking
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
-import torch.distributed as dist
-
 from . import departure
-from .announcement import Announcements, announcements_of
-from .backends import is_gloo
+from .announcement import Announcements
 from .disagreement import Operation, Place, RankLostError, RanksDisagreeError
 from .inquiry import Inquiry
 from .mailbox import RECORD_SIZE, Address, host_towards, own_mailbox
 from .meeting import MeetingPlace
 from .order_table import Expectation, OrderTable
-from .watcher import watch
 
-__all__ = ["Agreement", "NoAgreement", "Operation", "RankLostError", "RanksDisagreeError"]
+__all__ = ["Agreement", "Operation", "RankLostError", "RanksDisagreeError"]
 
 #: Seconds of waiting after which a rank looks at what the others are doing.
 PATIENCE = 2.0
@@ -67,8 +61,6 @@ FEW = 4
 _ALWAYS_MEETS = ("save a checkpoint", "load a checkpoint")
 #: What works say that have succeeded: c10d's number for it.
 _SUCCESS = 0
-#: Set to "0" to start operations without agreeing on them.
-SWITCH = "FULLSHARD_ORDER_CHECK"
 
 
 class Agreement:
@@ -395,65 +387,3 @@ def _has_failed(work: Any) -> bool:
 
 def _at(history: list[Place]) -> str:
     return str(history[-1][1]) if history else "begin"
-
-
-class NoAgreement:
-    """For groups of one rank, groups without a store, and when the check is switched off."""
-
-    order: OrderTable | None = None
-
-    def issue(self, work: Any) -> None:
-        pass
-
-    def note_capturing(self, active: bool) -> None:
-        pass
-
-    def settle(self, asked: tuple[str, str, int], begins_pass: bool = False) -> None:
-        pass
-
-    def wait(self, work: Any) -> None:
-        work.wait()
-
-    def explain(self, error: RuntimeError) -> NoReturn:
-        raise error
-
-
-_agreements: weakref.WeakKeyDictionary[Any, Agreement | NoAgreement] = weakref.WeakKeyDictionary()
-
-
-def agreement_for(group: Any) -> Agreement | NoAgreement:
-    """The agreement of ``group``; made once, shared by every unit that uses the group."""
-    agreement = _agreements.get(group)
-    if agreement is None:
-        agreement = _agreements[group] = _make(group)
-    return agreement
-
-
-def _make(group: Any) -> Agreement | NoAgreement:
-    if os.environ.get(SWITCH) == "0" or group.size() == 1:
-        return NoAgreement()
-    backend, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
-    if store is None or backend == "fake":
-        return NoAgreement()
-    names = dist.get_process_group_ranks(group)
-    agreement = Agreement(
-        store, group.rank(), group.size(), _timeout_of(group), announcements_of(group), names
-    )
-    agreement.inquiry.store_ends_with_first = names[0] == 0 and not _agent_has_store()
-    if not is_gloo(group):
-        agreement.inquiry.host_runs_ahead = True
-        watch(agreement, group, PATIENCE)
-    return agreement
-
-
-def _agent_has_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _timeout_of(group: Any) -> float:
-    """Seconds after which the group's collectives fail, by the most patient of its backends."""
-    timeouts = []
-    for device in group._device_types:
-        with contextlib.suppress(AttributeError, RuntimeError):
-            timeouts.append(group._get_backend(device).options._timeout.total_seconds())
-    return max(timeouts, default=LAST_RESORT)

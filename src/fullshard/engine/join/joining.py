@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from ..comm.agreements import agreement_for
 from ..comm.collectives import Group
-from ..comm.order_check import LAST_RESORT, PATIENCE, Agreement, RanksDisagreeError, agreement_for
+from ..comm.order_check import LAST_RESORT, PATIENCE, Agreement, RanksDisagreeError
 from .gradient_marks import GradientMarks, Since
 
 if TYPE_CHECKING:
