@@ -5,8 +5,10 @@ FSDP1 and FSDP2, Megatron-FSDP (where it is installed) and fullshard.
     PYTHONPATH=src python3 benchmarks/step.py --cases 1.34B@8 184M@64 --rows bare FSDP2 fullshard
 
     PYTHONPATH=src python3 benchmarks/step.py --capture
+    PYTHONPATH=src python3 benchmarks/step.py --before ../earlier/src
 
 With --capture, each row is measured twice, eagerly and as one CUDA graph (see docs/capture.md).
+With --before, the fullshard in that folder takes its turns beside this one.
 
 A case is a model and a number of ranks, of which this process plays one over a process group
 whose collectives return at once (groups.py); with one rank the group is a real one (NCCL, gloo).
@@ -53,6 +55,9 @@ ROWS = ["bare", "FSDP1", "FSDP2", "Megatron-FSDP", "fullshard", "fullshard fully
 #: What is compared with --capture, and how the rows of captured steps are called.
 ROWS_TO_CAPTURE = ["bare", "FSDP2", "fullshard", "fullshard fully_shard"]
 CAPTURED = " captured"
+#: The row of another version of fullshard, and how much slower than that noise may make a row look.
+BEFORE = "fullshard before"
+NOT_SLOWER = 1.02
 COLUMNS = ["step ms", "host ms", "allocated GiB", "reserved GiB", "collectives"]
 MEMORY = (
     at_most(1.0, *PEERS, column="allocated GiB"),
@@ -110,7 +115,7 @@ class Task:
     @property
     def kind(self) -> str:
         """How rows.py calls the row."""
-        return self.row.removesuffix(CAPTURED)
+        return self.row.removesuffix(CAPTURED).removesuffix(" before")
 
     @property
     def size(self) -> gpt.Size:
@@ -228,6 +233,8 @@ def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
         names = [name for row in names for name in (row, row + CAPTURED)]
     facts = (case, given.device, given.compute, given.steps, given.warmup, given.capture)
     rows = {name: Worker(Contestant, Task(name, *facts)) for name in names}
+    if given.before is not None:
+        rows[BEFORE] = Worker(Contestant, Task(BEFORE, *facts), source=given.before)
     table: dict[str, dict[str, Any]] = {}
     skipped: dict[str, str] = {}
     for name, row in rows.items():
@@ -276,6 +283,7 @@ def _judge(
     case: str, table: dict[str, dict[str, Any]], captures: bool = False
 ) -> list[dict[str, Any]]:
     bars = captured_bars(case) if captures else BARS.get(case, MEMORY)
+    bars = (*bars, at_most(NOT_SLOWER, BEFORE))
     verdicts = judge(bars, table, _compare)
     if case.endswith("@1") and "fullshard" in table:
         count = table["fullshard"]["collectives"]
@@ -313,6 +321,9 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", metavar="MODEL@RANKS", help=f"default: {cases}")
     parser.add_argument("--rows", nargs="+", choices=[*ROWS, "fullshard fully_shard"])
     parser.add_argument("--capture", action="store_true", help="also measure captured steps")
+    parser.add_argument(
+        "--before", type=Path, metavar="SRC", help="also measure the fullshard in this folder"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
     parser.add_argument("--compute", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=12, help="turns of each row")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,13 +32,18 @@ class Worker:
     """An object in a process of its own, and the parent's way to call its methods.
 
     A method that fails does not end the others' turns: its answer says why, as "skipped".
+    ``source`` is a folder from which the process imports packages first, such as the ``src`` of
+    another version of this project.
     """
 
-    def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(
+        self, make: Callable[..., Any], *arguments: Any, source: Path | None = None
+    ) -> None:
         context: Any = multiprocessing.get_context(start_method())
         self.pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(make, arguments, theirs), daemon=True)
-        self._process.start()
+        with _importing_first_from(source):
+            self._process.start()
         theirs.close()
 
     def ask(self, method: str, *arguments: Any) -> dict[str, Any]:
@@ -62,6 +69,18 @@ class Worker:
         self._process.join(timeout=0 if at_once else 10)
         if self._process.is_alive():
             self._process.terminate()
+
+
+@contextlib.contextmanager
+def _importing_first_from(source: Path | None) -> Iterator[None]:
+    """Let processes that are started inside, which take over ``sys.path``, look there first."""
+    before = [*sys.path]
+    if source is not None:
+        sys.path.insert(0, str(source.resolve()))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 class Team:

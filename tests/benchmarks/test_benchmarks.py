@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -179,3 +181,37 @@ def test_pictures_are_drawn_from_what_was_written(results: Any, tmp_path: Path) 
     assert process.returncode == 0, printed
     for name in names.values():
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_version_of_fullshard_takes_turns_in_the_step_table(tmp_path: Path) -> None:
+    source = tmp_path / "src"
+    shutil.copytree(ROOT / "src" / "fullshard", source / "fullshard")
+    loud = source / "fullshard" / "fsdp.py"
+    loud.write_text(loud.read_text() + "\nprint('the other version is imported', flush=True)\n")
+    options = ["--cases", "toy@8", "--rows", "fullshard", "--rounds", "1", "--steps", "1"]
+    process = start("step", *options, "--device", "cpu", "--before", str(source))
+    printed, _ = process.communicate(timeout=240)
+
+    assert process.returncode == 0, printed
+    assert printed.count("the other version is imported") == 1
+    assert "fullshard before" in printed
+
+
+def test_programs_for_a_gpu_know_the_options_that_they_are_given() -> None:
+    printed, _ = start("on_gpu", "--list").communicate(timeout=60)
+    commands = re.findall(r"\S+ +\d+ s +(\S+\.py)(.*)", printed)
+
+    assert len(commands) == len(printed.strip().splitlines())
+    for program, options in commands:
+        source = (ROOT / program).read_text()
+        for option in re.findall(r"--[a-z-]+", options):
+            assert f'"{option}"' in source, f"{program} has no {option}"
+
+
+def test_a_program_for_a_gpu_for_which_no_time_is_left_does_not_begin(tmp_path: Path) -> None:
+    process = start("on_gpu", "--only", "profile", "--seconds", "1", "--folder", str(tmp_path))
+    printed, _ = process.communicate(timeout=60)
+
+    assert process.returncode == 1
+    assert "profile" in printed
+    assert "not run: the time was up" in printed
