@@ -35,7 +35,7 @@ _PLAIN = {nn.Parameter}
 
 
 class Material(NamedTuple):
-    """What a unit is made of.
+    """The parts that a unit is made of.
 
     ``own`` are the submodules outside of nested units, ``modules`` those of them that are not
     ignored. ``ignored`` parameters are not the unit's; ``left`` are those in nested units that the

@@ -13,7 +13,7 @@ from .wrap import is_unit
 
 
 class Runs(Protocol):
-    """What runs a function as a forward of its unit."""
+    """An object that runs a function as a forward of its unit."""
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any: ...
 

@@ -65,7 +65,7 @@ class StopRequest:
         return 128 + self.signal if self.signal is not None else 0
 
     def agreed(self, group: dist.ProcessGroup | None = None) -> bool:
-        """Whether any rank was asked to leave. All ranks of ``group`` have to call this.
+        """True if any rank was asked to leave. All ranks of ``group`` have to call this.
 
         One all-reduce of a number, which waits for the step; without a process group, none.
         """

@@ -15,7 +15,7 @@ from .engine.runtime.unit import Unit
 
 
 class WrappedModule(nn.Module):
-    """What a wrapper shows of the module that it wraps."""
+    """The names and attributes of the wrapped module, as a wrapper shows them."""
 
     _unit: Unit
     _schedule: Schedule | None

@@ -16,7 +16,7 @@ RESTLESS_AFTER = 20
 
 
 class Action(Enum):
-    """What is done for one call."""
+    """The ways to carry out one call."""
 
     EAGER = auto()
     CAPTURE = auto()

@@ -1,4 +1,4 @@
-"""What makes two calls of a step the same to a graph, and what a graph cannot do.
+"""Compares calls of a step: two of one kind can be served by one graph. Finds what no graph can do.
 
 A graph repeats what the device did in one call. Another call may use it if nothing differs that
 the host looked at: shapes, modes, which parameters are trained, numbers such as a learning rate.
@@ -27,7 +27,7 @@ _IS_THERE = functools.partial(operator.is_not, None)
 
 
 class Kind(NamedTuple):
-    """What has to be equal in the calls that one graph serves. The names are told to users."""
+    """The facts that are equal in all calls that one graph serves. Users are told their names."""
 
     batch: Hashable
     modes: Hashable

@@ -114,7 +114,7 @@ class CapturedStep(Generic[Batch, Result]):
 
     @property
     def captured(self) -> int:
-        """How many graphs there are now."""
+        """The number of graphs that are kept now."""
         return len(self._graphs)
 
     def __call__(self, batch: Batch) -> Result:
@@ -188,7 +188,7 @@ class CapturedStep(Generic[Batch, Result]):
         return self._step.obstacle()
 
     def _all_can(self, reason: str | None) -> bool:
-        """Whether no rank has a reason not to; otherwise all of them run eagerly from now on."""
+        """True if every rank can capture; otherwise all ranks run eagerly from now on."""
         reasons, rank = [reason], 0
         group = self._group
         if group is None and dist.is_initialized():
@@ -232,7 +232,7 @@ def _device_of(leaves: list[Any]) -> torch.device | None:
 
 
 def _in_words(error: Exception) -> str:
-    """What broke a capture, in one line."""
+    """The reason why a capture failed, in one line."""
     chain: list[BaseException] = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)

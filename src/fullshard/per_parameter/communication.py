@@ -1,4 +1,4 @@
-"""What one unit communicates with, where the user asks for something else than the engine's own."""
+"""Sets collectives, groups and memory of one unit that users ask for in place of the engine's."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def _is_in_place(module: nn.Module) -> bool:
 def _resharding(
     reshard_after_forward: bool | int | None, data_parallel: DataParallelMesh
 ) -> tuple[bool | None, FewRanks | None]:
-    """Whether to reshard after forward, if that is decided, and the few ranks to reshard to."""
+    """Decide whether to reshard after forward, if that was asked, and to which few ranks."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward, None
     size = data_parallel.shard_size

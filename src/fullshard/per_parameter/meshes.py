@@ -78,7 +78,7 @@ class DataParallelMesh:
     def sharding(
         self, parameter: nn.Parameter, dim: int, distribution: Distribution | None
     ) -> RowSharding:
-        """How users see ``parameter``, of which tensor parallelism may have left a local part."""
+        """The DTensor that users see of ``parameter``, which tensor parallelism may have cut."""
         own = [self._own_placement(index, dim) for index in range(self.mesh.ndim)]
         if distribution is None:
             whole = torch.empty(parameter.shape, device="meta")

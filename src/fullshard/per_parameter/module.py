@@ -122,7 +122,7 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether a backward reduces gradients. Otherwise they are summed up, whole, unseen."""
+        """Let backward reduce gradients, or sum them up unreduced, where users do not see them."""
         for other in _units(self, recurse):
             other.unit.sync_gradients(requires_gradient_sync)
 
@@ -135,13 +135,13 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether gradients are needed when the next backward is over.
+        """Say whether gradients are needed when the next backward is over.
 
         They are there in any case: every backward ends with its reduces done.
         """
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether a backward sums gradients over the ranks that hold copies of the shards.
+        """Let backward sum gradients over the ranks that hold copies of the shards, or not yet.
 
         Otherwise their sums over the shards' ranks are kept, unseen, until one does.
         """
@@ -166,7 +166,7 @@ class FSDPModule:
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Whether parameters of a module that ran have gradients of zeros if no rank used them.
+        """Give parameters of a module that ran gradients of zeros if no rank used them, or none.
 
         Otherwise they have none. Ranks may use different ones in any case.
         """
@@ -176,7 +176,7 @@ class FSDPModule:
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """How many modules' gradients may be on their way, each in a buffer of its own.
+        """Let so many modules' gradients be on their way, each in a buffer of its own.
 
         With more than one, a backward goes on computing while earlier ones are still reduced.
         """
@@ -224,7 +224,7 @@ class FSDPModule:
     # -- residency ----------------------------------------------------------------------------
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether full parameters are freed between forward and backward."""
+        """Free full parameters between forward and backward, or keep them."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
@@ -235,12 +235,12 @@ class FSDPModule:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether full parameters are freed after backward, or stay until some change."""
+        """Free full parameters after backward, or keep them until some parameter changes."""
         for other in _units(self, recurse):
             other.unit.stay_after_backward(not reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward all-gathers the module's parameters.
+        """Let backward all-gather the module's parameters, or not.
 
         False where it computes nothing with them, as an embedding's. What does is not noticed, and
         finds parameters without memory.
@@ -248,7 +248,7 @@ class FSDPModule:
         self._fullshard_module_unit.unit.unshard_in_backward(unshard_in_backward)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Whether all-gathers wait for nothing on the host. They do not in any case."""
+        """Accept the setting without effect: all-gathers never make the host wait."""
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """All-gather the ``modules``, in this order, when this one's forward begins."""
@@ -284,7 +284,7 @@ class ReplicateModule(FSDPModule):
 
 
 def _communication_at_rest(module: FSDPModule) -> Communication:
-    """What a module's unit communicates with, while it is sharded."""
+    """The communication settings of a module's unit, which must be sharded."""
     of = module._fullshard_module_unit
     of.restart()
     return of.communication

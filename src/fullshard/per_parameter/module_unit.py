@@ -1,4 +1,4 @@
-"""What stands behind each module that ``fully_shard`` was applied to: a unit and its forward.
+"""The unit behind each module that ``fully_shard`` was applied to, and its forward.
 
 The engine does the work; this runs a module's forward as a forward of its unit, and makes the
 outermost module that is called the root of all units below it.
@@ -180,7 +180,7 @@ class ModuleUnit:
 
 
 def strategy_for(reshards_after_forward: bool, is_hybrid: bool) -> ShardingStrategy:
-    """What the engine calls these two answers."""
+    """The engine's name for these two answers."""
     if is_hybrid:
         kept = ShardingStrategy._HYBRID_SHARD_ZERO2
         return ShardingStrategy.HYBRID_SHARD if reshards_after_forward else kept

@@ -85,7 +85,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 @functools.cache
 def _is_elementwise(kind: Any) -> bool:
-    """Whether the class steps by the code of one of torch's that is known."""
+    """True if the class steps by the code of a known optimizer of torch's."""
     step: Any = inspect.unwrap(kind.step)
     owner = step.__qualname__.partition(".")[0]
     return step.__module__.startswith("torch.optim.") and owner in _ELEMENTWISE
@@ -96,7 +96,7 @@ def _is_ours(parameter: Any) -> bool:
 
 
 class _Twin:
-    """What steps in place of an optimizer: see the note above."""
+    """An optimizer over local tensors that steps in place of the user's: see the note above."""
 
     def __init__(self, kind: type[torch.optim.Optimizer]) -> None:
         self.optimizer: Any = object.__new__(kind)

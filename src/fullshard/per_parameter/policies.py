@@ -1,4 +1,4 @@
-"""What ``fully_shard`` is told about precision, offloading and meshes."""
+"""Options of ``fully_shard`` for precision, offloading and meshes."""
 
 from __future__ import annotations
 

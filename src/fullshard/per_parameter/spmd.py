@@ -36,7 +36,7 @@ class DimensionsOfMesh(DataParallelMesh):
     def sharding(
         self, parameter: nn.Parameter, dim: int, distribution: Distribution | None
     ) -> RowSharding:
-        """How users see ``parameter``: as before, but for the dimension of shards."""
+        """The DTensor that users see of ``parameter``: as given, but for its shards."""
         assert distribution is not None
         assert self.whole.mesh_dim_names is not None
         assert self.mesh.mesh_dim_names is not None

@@ -43,7 +43,7 @@ def rank_environment(assignment: Assignment, outside: dict[str, str]) -> dict[st
 
 
 def _nccl_defaults(assignment: Assignment) -> dict[str, str]:
-    """What lets NCCL connect ranks on this machine, also several on one GPU.
+    """Environment variables that let NCCL connect ranks on this machine, also several on one GPU.
 
     NCCL refuses two ranks on one GPU of a host. If there are more ranks than GPUs, each rank is a
     host of its own by name, and NCCL connects them by sockets, as it does hosts.
@@ -112,7 +112,7 @@ def group_state(original: dist.ProcessGroup) -> tuple[int, int] | None:
 
 
 def _sequence_number(group: dist.ProcessGroup) -> int:
-    """How many collectives all backends of ``group`` have been given."""
+    """The number of collectives that all backends of ``group`` have been given."""
     backends: set[Any] = {group._get_backend(each) for each in group._device_types}
     return sum(each._get_sequence_number_for_group() for each in backends)
 

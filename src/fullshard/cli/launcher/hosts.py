@@ -1,4 +1,4 @@
-"""Whether the other hosts of a run are still there, as their launchers see it.
+"""Launchers of a run watch each other, so that each knows which hosts are still there.
 
 Note: how hosts watch each other
     Ranks that wait for a host which has lost its power or its network wait for as long as TCP

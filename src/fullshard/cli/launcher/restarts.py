@@ -36,7 +36,7 @@ _SECONDS_TO_END = 5
 
 @dataclass
 class Attempts:
-    """What is known of the last attempt beside the failures of its ranks here."""
+    """Facts about the last attempt, beside the failures of its ranks on this host."""
 
     #: Why ranks failed on other hosts, a line for each.
     elsewhere: list[str] = field(default_factory=list)
@@ -119,7 +119,7 @@ def _after_look(agent: Any, result: Any, attempts: Attempts) -> None:
 
 
 def _has_lost_hosts(agent: Any) -> bool:
-    """Whether ranks have to be started again because other hosts are lost; they have ended then.
+    """True if ranks, which have ended, must be started again because other hosts are lost.
 
     Raises :class:`HostsLost` where they may not.
     """

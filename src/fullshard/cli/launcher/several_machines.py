@@ -248,7 +248,7 @@ class PatientRendezvous(RendezvousHandler):
         return number
 
     def is_closed(self) -> bool:
-        """Whether no attempt may follow, if the store says so."""
+        """True if the store says that no attempt may follow."""
         return self._in_time(self._inner.is_closed, False)
 
     def set_closed(self) -> None:
@@ -265,7 +265,7 @@ class PatientRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether ranks meet at the launchers' store."""
+        """True if ranks meet at the launchers' store."""
         return self._inner.use_agent_store
 
     def get_run_id(self) -> str:
@@ -343,7 +343,7 @@ class _StoreOfEachAttempt(RendezvousHandler):
         return True
 
     def is_closed(self) -> bool:
-        """Whether no attempt may follow."""
+        """True if no attempt may follow."""
         return self._inner.is_closed()
 
     def set_closed(self) -> None:

@@ -75,7 +75,7 @@ def plan(
 
 
 def _layout(api: str) -> Layout:
-    """How the units of an API share their parameters."""
+    """The layout by which the units of an API share their parameters."""
     layouts: dict[str, Layout] = {"wrapper": "flat", "fully_shard": "rows"}
     if api not in layouts:
         raise BadInput(f"api expects wrapper or fully_shard, but got {api!r}")

@@ -25,7 +25,7 @@ Wait = Callable[[Any], None]
 
 
 class Announcements:
-    """What the first rank of a group tells all others, and what all tell each other.
+    """Messages of a group's first rank to all others, and of all ranks to each other.
 
     The first rank's word goes down a tree of ranks: its cost grows with the logarithm of their
     number, and the store is not asked. The group is held weakly.
@@ -42,7 +42,7 @@ class Announcements:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the host can wait for the device now: not while a graph is being captured."""
+        """True if the host can wait for the device now: not while a graph is being captured."""
         return self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
     def of_first(self, value: int, wait: Wait) -> int:
@@ -53,7 +53,7 @@ class Announcements:
         return int(tensor.item())
 
     def is_true_for_all(self, value: bool, wait: Wait) -> bool:
-        """Whether ``value`` is true on every rank."""
+        """True if ``value`` is true on every rank."""
         tensor = self._number(value)
         alias = tensor.detach()
         self._finish(self._backend.allreduce([alias], self._least), wait, alias)

@@ -121,7 +121,7 @@ class Group:
             raise
 
     def note_capturing(self, active: bool) -> None:
-        """What is issued from now on is captured in a graph, or is carried out again.
+        """Note that collectives are captured in a graph from now on, or carried out again.
 
         Ranks agree on it as always, and not on replays: no Python runs then.
         """
@@ -141,7 +141,7 @@ class Group:
             raise
 
     def pending(self, work: Any, *tensors: torch.Tensor) -> Any:
-        """What to wait for, of an operation on ``tensors``."""
+        """The object to wait for, of an operation on ``tensors``."""
         return work
 
     def gather(

@@ -1,4 +1,4 @@
-"""What a rank leaves behind when an error ends it, and where it is meanwhile."""
+"""Tells the other ranks when an error ends this one, and where its main thread is meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do, by name, and where two ranks' histories differ. Pure: no communication."""
+"""Names operations, compares the histories of ranks, and words verdicts. Pure: no communication."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RankLostError(RuntimeError):
 
 
 class Operation(NamedTuple):
-    """What a rank is about to do: a verb, the unit it is done to, and how much is sent."""
+    """An operation of a rank: a verb, the unit, and the number of elements that are sent."""
 
     verb: str
     unit: str
@@ -36,7 +36,7 @@ Place = tuple[int, Operation]
 
 
 class Verdict(NamedTuple):
-    """What every rank of a group is told when it cannot go on."""
+    """The reason why a group cannot go on; every rank is told the same."""
 
     is_lost: bool
     text: str
@@ -91,7 +91,7 @@ def describe_difference(place: int, histories: Mapping[int, Mapping[int, Operati
 
 
 def _is_in_forward(place: int, history: Mapping[int, Operation]) -> bool:
-    """Whether a forward has begun before ``place`` and done nothing else since."""
+    """True if a forward began before ``place``, and nothing else was done since."""
     while (operation := history.get(place)) is not None and operation.verb in _OF_FORWARD:
         place -= 1
     return operation is not None and operation.verb.startswith(("forward", "evaluation"))

@@ -1,4 +1,4 @@
-"""How ranks that wait for too long find out why: one of them examines, all are told.
+"""Ranks that wait for too long find out why: one of them examines, and tells all ranks.
 
 Note: one examiner
     A rank that waits for longer than it should posts its last operations in the group's store,
@@ -80,7 +80,7 @@ class Inquiry:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is anything to do or to say for a rank that waits."""
+        """True if a rank that waits has something to do, or to tell its user."""
         if self.verdict is not None or self.departed or not self._is_open:
             return True
         due = self._next_look if self._examiner is None else self._examiner.next_look
@@ -107,7 +107,7 @@ class Inquiry:
         return self.verdict
 
     def close(self) -> None:
-        """What was waited for has come."""
+        """End this rank's part: it no longer waits."""
         if self._is_open:
             self._is_open = False
             if self._examiner is not None:
@@ -182,7 +182,7 @@ class Inquiry:
             self._apply(expected=self.get("examiner").decode())
 
     def store_answers(self) -> bool:
-        """Whether a question to the store would not keep this rank waiting.
+        """True if the store will answer a request soon.
 
         It does where the first rank provides the store, and is stopped.
         """
@@ -293,7 +293,7 @@ class Inquiry:
 
 
 class _Examiner:
-    """What the one rank does that examines."""
+    """The part of an inquiry that one rank carries out for all: it compares, asks and publishes."""
 
     def __init__(self, inquiry: Inquiry) -> None:
         self._inquiry = inquiry

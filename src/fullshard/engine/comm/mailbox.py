@@ -70,7 +70,7 @@ class Address(NamedTuple):
 
     @property
     def is_reachable(self) -> bool:
-        """Whether this host could connect there: not to another host's loopback interface."""
+        """True if this host could connect there: not to another host's loopback interface."""
         own = self.host_id == _host_id()
         return self.port != 0 and (own or not ipaddress.ip_address(self.host).is_loopback)
 
@@ -83,7 +83,7 @@ def _as_ipv6(host: str) -> ipaddress.IPv6Address:
 
 
 class State(enum.Enum):
-    """What became of an attempt to reach a rank."""
+    """The result of an attempt to reach a rank."""
 
     #: Its host refuses the connection: the process has ended.
     ENDED = enum.auto()
@@ -94,7 +94,7 @@ class State(enum.Enum):
 
 
 class Contact(NamedTuple):
-    """What became of an attempt to reach a rank, and its answer, if it gave one."""
+    """The result of an attempt to reach a rank, and the answer, if the rank gave one."""
 
     state: State
     answer: dict[str, Any] | None = None

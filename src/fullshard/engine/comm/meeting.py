@@ -62,12 +62,12 @@ class MeetingPlace:
         return arrived or self._comes_soon(key, patience)
 
     def all_are_at(self, key: str) -> bool:
-        """Whether the last rank has come."""
+        """True if all ranks have come."""
         there: bool = self.store.check([f"{key}/go"])
         return there
 
     def count_at(self, key: str) -> int:
-        """How many ranks have come."""
+        """The number of ranks that have come."""
         count: int = self.store.add(key, 0)
         return count
 

@@ -134,7 +134,7 @@ class Agreement:
     # -- where the host does not wait for collectives -----------------------------------------
 
     def unheard_verdict(self) -> str | None:
-        """What is to be told where the host may never come to raise it; once."""
+        """The verdict, once, where the host may never come to raise it."""
         if self._has_heard or self.inquiry.verdict is None:
             return None
         self._has_heard = True
@@ -342,7 +342,7 @@ class Agreement:
         return self.order.count - (self._waiting is None)
 
     def close(self) -> None:
-        """What was waited for has come."""
+        """End the inquiry on this rank: it no longer waits."""
         # The store may have ended with another rank just now.
         with contextlib.suppress(RuntimeError):
             self.inquiry.close()
@@ -376,7 +376,7 @@ class Agreement:
 
 
 def _has_failed(work: Any) -> bool:
-    """Whether a work that says it is complete was given up by its backend, as NCCL's are."""
+    """True if the backend gave up a work, which NCCL's then reports as complete."""
     try:
         result = work.get_future_result()
     except (AttributeError, RuntimeError):

@@ -56,7 +56,7 @@ NOTHING_KNOWN.operation = PASS_BEGINS.operation = None
 
 
 class Expectation(enum.Enum):
-    """How an operation relates to what all ranks expect."""
+    """The relation of an operation to the one that all ranks expect."""
 
     FOLLOWS = enum.auto()
     DEVIATES = enum.auto()
@@ -65,7 +65,7 @@ class Expectation(enum.Enum):
 
 
 class OrderTable:
-    """What followed what, and where this rank stands.
+    """The operations that followed each other so far, and where this rank stands among them.
 
     The step's path looks at ``position.following`` and, when that is what it is about to do, moves
     ``position`` there; everything else goes through :meth:`expectation` and :meth:`advance`.
@@ -86,7 +86,7 @@ class OrderTable:
 
     @property
     def count(self) -> int:
-        """How many operations there were: the place of the next one."""
+        """The number of operations so far: the place of the next one."""
         return self._base + self.position.index + 1
 
     def expectation(self, operation: tuple[str, str, int], begins_pass: bool) -> Expectation:

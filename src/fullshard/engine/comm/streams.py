@@ -159,7 +159,7 @@ class HostStreams:
         """A captured pass raised: order nothing until the next one begins."""
 
     def number(self) -> int | None:
-        """What tells the user's current stream from others."""
+        """The number of the user's current stream."""
         return None
 
 

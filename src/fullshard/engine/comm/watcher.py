@@ -83,7 +83,7 @@ class _Episode:
         self._patience = min(self._patience, _SOON)
 
     def goes_on(self, agreement: Agreement) -> bool:
-        """Whether nothing is known to be wrong with the group."""
+        """True if nothing is known to be wrong with the group."""
         if agreement.inquiry.verdict is not None:
             return False
         now, count = time.monotonic(), agreement.order.count

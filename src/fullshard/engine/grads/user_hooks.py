@@ -1,4 +1,4 @@
-"""What the user has run when a parameter's gradient is complete: hooks, optimizers in backward."""
+"""Runs what users attach to a complete gradient: hooks, and optimizers in backward."""
 
 from __future__ import annotations
 

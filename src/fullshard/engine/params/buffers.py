@@ -123,7 +123,7 @@ class FullBuffer(FlatBuffer):
         """Bring what was gathered to where full parameters are; nothing, where it is there."""
 
     def begin_gather(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What an all-gather is to fill, and with what."""
+        """The outputs and the inputs of an all-gather into this buffer."""
         return [self.gather_output], [self.gather_input]
 
     def follow(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -123,7 +123,7 @@ class ExtendedBuffer(FullBuffer):
 
     @torch.no_grad()
     def begin_gather(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What is to be gathered, and from where; on one rank that is done at once."""
+        """The outputs and the inputs of an all-gather; with one rank the copy is made at once."""
         outputs: list[torch.Tensor] = []
         inputs: list[torch.Tensor] = []
         for extended, local in zip(self._extended, self._locals(), strict=True):

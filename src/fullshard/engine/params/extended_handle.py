@@ -16,7 +16,7 @@ _METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def is_extended(parameter: torch.Tensor) -> bool:
-    """Whether a parameter's class says what is all-gathered of it; refuses half of an answer."""
+    """True if a parameter's class says what is all-gathered of it; refuses half of an answer."""
     found = [name for name in _METHODS if hasattr(parameter, name)]
     if len(found) == 1:
         raise AssertionError(
@@ -90,7 +90,7 @@ class ExtendedRowHandle(RowHandle):
         return buffer
 
     def keep_changes(self, buffer: FullBuffer) -> None:
-        """What is done to full parameters of a subclass is not brought back to the rows."""
+        """Keep nothing: changes to full parameters of a subclass do not reach the rows."""
 
 
 def _inner_names(tensor: Any) -> Sequence[str]:

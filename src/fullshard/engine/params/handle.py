@@ -366,7 +366,7 @@ class FlatParamHandle(WriteBack):
         self._absent[slot] = is_absent
 
     def was_absent(self, slot: int) -> bool | None:
-        """What was noted last; None if nothing was."""
+        """The last note of :meth:`remember_absent`; None if there is none."""
         return self._absent.get(slot)
 
     def show_local_gradients(self, shown: bool) -> None:

@@ -172,7 +172,7 @@ class RowReduceBuffer(ReduceBuffer):
 
 
 class _Cut:
-    """How a full gradient is cut into what goes where in a reduce buffer."""
+    """The cut of a full gradient into the parts that a reduce buffer keeps apart."""
 
     def __init__(self, layout: RowLayout, index: int, rows: torch.Tensor) -> None:
         chunk, shape = layout.chunks[index], layout.slots[index].shape
@@ -275,7 +275,7 @@ def _padded_by_parameter(flat: torch.Tensor, layout: RowLayout) -> list[torch.Te
 
 
 def _sizes(layout: RowLayout) -> list[int] | None:
-    """How to cut a shard at each parameter and each gap; None where some are not cut by rows."""
+    """Sizes that cut a shard at each parameter and gap; None where some are not cut by rows."""
     sizes: list[int] = []
     position = 0
     for chunk in layout.chunks:

@@ -37,13 +37,13 @@ _LOCAL = operator.attrgetter("_local_tensor")
 
 
 def is_reduced_by_us(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a gradient, a DTensor, that a backward of fullshard left."""
+    """True if a tensor is a gradient (a DTensor) that a backward of fullshard left."""
     return hasattr(tensor, "_fullshard_reduced")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowSharding:
-    """How users see one parameter: a DTensor on ``mesh``, cut along ``dim`` among the others.
+    """The DTensor that users see of one parameter: on ``mesh``, cut along ``dim`` among the others.
 
     ``placements`` include those of tensor parallelism; ``shape`` and ``stride`` are the whole
     parameter's.
@@ -78,7 +78,7 @@ class RowSharding:
 
 @functools.cache
 def _maker_of_dtensors() -> Callable[..., Any]:
-    """What makes a DTensor of a local part and a spec.
+    """A function that makes a DTensor of a local part and a spec.
 
     Without the function around it that keeps Dynamo out, as the engine does anyway: for a gradient
     per parameter and step it takes twice as long as all the rest.
@@ -382,12 +382,12 @@ class RowHandle(FlatParamHandle):
         self.forget_buffers()
 
     def part(self, full: RowFullBuffer, size: int, rank: int) -> RowPart:
-        """What the ``rank``-th of ``size`` ranks keeps of the full parameters."""
+        """The part of the full parameters that the ``rank``-th of ``size`` ranks keeps."""
         dims = [sharding.dim for sharding in self.shardings]
         return part_of(full, self.layout, dims, size, rank)
 
     def shown_part(self, part: RowPart, mesh: Any) -> list[nn.Parameter]:
-        """What users see while ``part`` is kept: DTensors on the mesh of the ranks that share it.
+        """The DTensors that users see while ``part`` is kept, on the mesh of its ranks.
 
         Tensor-parallel parameters, which have a mesh already, stay as they are between steps.
         """
@@ -424,7 +424,7 @@ class RowHandle(FlatParamHandle):
         self.sharded[index].data.copy_(self.own_rows(index, whole))
 
     def from_all_ranks(self, gathered: torch.Tensor) -> list[torch.Tensor]:
-        """What the shards of all ranks, one after another, hold, in the shapes of parameters."""
+        """The parameters, in their shapes, that the shards of all ranks one after another hold."""
         return whole_parameters(gathered, self.layout)
 
     # -- gradients ----------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from .layout import Layout, Piece, Slot, _contiguous_stride, _round_up
 
 
 class RowChunk(NamedTuple):
-    """How one parameter is cut: ``size`` indices of dimension ``dim`` per rank.
+    """The cut of one parameter: ``size`` indices of dimension ``dim`` per rank.
 
     ``numel`` is what the largest chunk holds, and what every rank's shard has room for, from
     ``offset`` on.

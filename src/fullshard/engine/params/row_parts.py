@@ -1,4 +1,4 @@
-"""What a rank keeps of full parameters that a few ranks share between forward and backward."""
+"""A rank's part of full parameters that a few ranks share between forward and backward."""
 
 from __future__ import annotations
 

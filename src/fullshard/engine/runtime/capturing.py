@@ -1,4 +1,4 @@
-"""What a CUDA graph can capture of a pass, and who wants to know which models run.
+"""Refuses what a CUDA graph cannot capture of a pass, and tells who asked which models run.
 
 A graph replays what the device was given, and nothing that the host did. So whatever has the host
 wait, decide or communicate is refused when a captured pass begins, in one line that names it.
@@ -44,7 +44,7 @@ def tell_watchers(schedule: Schedule) -> None:
 
 
 def tell_groups(units: Iterable[Unit], capturing: bool) -> None:
-    """What the units' process groups are given from now on is captured, or is carried out."""
+    """Tell the units' process groups that collectives are captured from now on, or carried out."""
     groups = {group for unit in units for group in (unit.shards, unit.copies) if group is not None}
     for group in groups:
         group.note_capturing(capturing)
@@ -90,7 +90,7 @@ def check_can_be_captured(
 
 
 def _left_over(units: Sequence[Unit], residencies: Mapping[Unit, Residency]) -> str | None:
-    """What was begun before a capture, and cannot be completed in it."""
+    """Work that was begun before a capture, and cannot be completed in it."""
     for unit in units:
         if unit.state is State.UNSHARDING:
             return (

@@ -31,7 +31,7 @@ class FewRanks(NamedTuple):
 
 
 class Parts:
-    """What this rank keeps of one unit's full parameters between forward and backward."""
+    """This rank's part of one unit's full parameters, kept between forward and backward."""
 
     def __init__(self, handles: Sequence[RowHandle], few: FewRanks, streams: HostStreams) -> None:
         self.group = few.group
@@ -64,7 +64,7 @@ class Parts:
         return bool(self.held)
 
     def begin_gather(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What an all-gather over the few ranks is to fill, and with what; on its stream."""
+        """The outputs and inputs of an all-gather over the few ranks; called on its stream."""
         self._streams.gather_after(self._written)
         for part in self.held:
             part.begin_gather()

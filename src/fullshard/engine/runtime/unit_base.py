@@ -1,4 +1,4 @@
-"""What a unit consists of, what it is told, and facts that follow from them.
+"""The parts and settings of a unit, and facts that follow from them.
 
 ``unit.py`` adds what a step does with it.
 """

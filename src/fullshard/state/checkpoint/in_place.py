@@ -21,7 +21,7 @@ from ..model.units import units_in
 
 
 def is_sharded_in_place(model: nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to a module of ``model``."""
+    """True if ``fully_shard`` was applied to a module of ``model``."""
     return any(isinstance(h, RowHandle) for unit in units_in(model) for h in unit.handles)
 
 
