@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
-each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+each_document = pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
+)
 
 
 @each_document
@@ -64,21 +66,27 @@ def test_messages_that_troubleshooting_explains_are_raised() -> None:
             assert _words(part) in code, f"{part!r} of {message!r}"
 
 
-def _python_blocks(document: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
+def _python_programs(document: Path) -> list[str]:
+    """Blocks, each with those that it continues (see tests/test_document_programs.py)."""
+    programs: list[str] = []
+    text = document.read_text(encoding="utf-8")
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        before = programs[-1] if block.startswith("# Continues ") else ""
+        programs.append(before + block)
+    return programs
 
 
 @each_document
-def test_python_in_a_document_imports_what_it_uses_and_says_what_is_the_readers(
+def test_python_in_a_document_imports_what_it_uses_or_says_what_it_continues(
     document: Path,
 ) -> None:
-    for block in _python_blocks(document):
+    for program in _python_programs(document):
         checked = subprocess.run(
             [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "-"],
-            input=block,
+            input=program,
             capture_output=True,
             text=True,
         )
         unknown = set(re.findall(r"Undefined name `(\w+)`", checked.stdout))
-        said = " ".join(re.findall(r"# Yours: (.*)", block))
-        assert not {name for name in unknown if not re.search(rf"\b{name}\b", said)}, block
+        said = " ".join(re.findall(r"# Yours: (.*)", program))
+        assert not {name for name in unknown if not re.search(rf"\b{name}\b", said)}, program
