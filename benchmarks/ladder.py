@@ -4,10 +4,10 @@
     PYTHONPATH=src python3 benchmarks/ladder.py --plan     # predicted, for 8 GPUs
 
 Every row is a run of the command, started as a user would start it. The rows take turns, round by
-round, so that other load on the machine reaches all of them. Tokens per second is the median over
-the steps after the third, in which the trainer measures memory, and over rounds; memory is what
-the trainer itself measures. With --plan nothing is trained: the rows are those of `fullshard plan`
-for a GPT of 6.7 billion parameters.
+round, so that other load on the machine reaches all of them. Tokens per second are those of the
+fastest step of all rounds, because other load can only make a step slower; the first three steps
+do not count, in the third of which the trainer measures memory. With --plan nothing is trained: the
+rows are those of `fullshard plan` for a GPT of 6.7 billion parameters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -52,13 +51,13 @@ PLAN_ROWS = {
 COMMAND = [sys.executable, "-m", "fullshard.cli.main"]
 
 
-def train(flags: str, folder: Path) -> tuple[list[float], float]:
-    """Train with ``flags``; return tokens per second of the steps, and MiB per rank."""
+def train(flags: str, folder: Path) -> tuple[float, float]:
+    """Train with ``flags``; return tokens per second of the fastest step, and MiB per rank."""
     options = [*MODEL.split(), *RUN.split(), *flags.split()]
     command = [*COMMAND, "train", "--runs", str(folder), "--name", "row", *options]
     subprocess.run(command, check=True, capture_output=True, text=True)
     lines = [json.loads(line) for line in (folder / "row" / "metrics.jsonl").open()]
-    return [line["tokens_per_second"] for line in lines[3:]], lines[-1]["memory_bytes"] / 2**20
+    return max(line["tokens_per_second"] for line in lines[3:]), lines[-1]["memory_bytes"] / 2**20
 
 
 def measure(rounds: int) -> dict[str, dict[str, float]]:
@@ -68,19 +67,14 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
     for number in range(rounds):
         for row, flags in ROWS.items():
             with tempfile.TemporaryDirectory() as folder:
-                steps, held = train(flags, Path(folder))
-            speeds[row].append(statistics.median(steps))
+                speed, held = train(flags, Path(folder))
+            speeds[row].append(speed)
             memory[row] = max(held, memory.get(row, 0.0))
             print(f"round {number + 1}: {row}: {speeds[row][-1]:,.0f} tokens/s, {held:.0f} MiB")
+    first = max(speeds[next(iter(ROWS))])
     return {
-        row: {
-            "tokens/s": statistics.median(values),
-            "x first": statistics.median(
-                own / first for own, first in zip(values, next(iter(speeds.values())), strict=True)
-            ),
-            "MiB": memory[row],
-        }
-        for row, values in speeds.items()
+        row: {"tokens/s": max(of), "x first": max(of) / first, "MiB": memory[row]}
+        for row, of in speeds.items()
     }
 
 
@@ -102,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--plan", action="store_true", help="predict memory; train nothing")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
