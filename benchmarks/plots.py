@@ -101,7 +101,7 @@ def draw_cpu(results: dict[str, Any]) -> Figure:
 def draw_overlap(results: dict[str, Any]) -> Figure:
     """How much longer than the shortest possible a step takes, at each bandwidth.
 
-    Rows differ in compute and bytes; so that their bars compare, the lowest ideal of any row counts.
+    Rows differ in compute and bytes; so that bars compare, the lowest ideal of any counts.
     """
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     points = sorted((float(width), part["rows"]) for width, part in results["bandwidths"].items())
