@@ -4,17 +4,19 @@
     PYTHONPATH=src python3 benchmarks/ladder.py --plan     # predicted, for 8 GPUs
 
 Every row is a run of the command, started as a user would start it. The rows take turns, round by
-round, so that other load on the machine reaches all of them. Tokens per second are those of the
-fastest step of all rounds, because other load can only make a step slower; the first three steps
-do not count, in the third of which the trainer measures memory. With --plan nothing is trained: the
-rows are those of `fullshard plan` for a GPT of 6.7 billion parameters.
+round, and "x first" is the median of the ratios within rounds, because neighbouring runs see the
+same load on the machine. A run's tokens per second are those of its fastest step after the third,
+in which the trainer measures memory. With --plan nothing is trained: the rows are those of
+`fullshard plan` for a GPT of 6.7 billion parameters.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import operator
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -60,28 +62,32 @@ def train(flags: str, folder: Path) -> tuple[float, float]:
     return max(line["tokens_per_second"] for line in lines[3:]), lines[-1]["memory_bytes"] / 2**20
 
 
-def measure(rounds: int) -> dict[str, dict[str, float]]:
-    """Run every row once per round."""
-    speeds: dict[str, list[float]] = {row: [] for row in ROWS}
+def measure(rounds: int, flags_of: dict[str, str]) -> dict[str, dict[str, float]]:
+    """Run every row once per round; the first one is what the others are compared with."""
+    speeds: dict[str, list[float]] = {row: [] for row in flags_of}
     memory: dict[str, float] = {}
     for number in range(rounds):
-        for row, flags in ROWS.items():
+        for row, flags in flags_of.items():
             with tempfile.TemporaryDirectory() as folder:
                 speed, held = train(flags, Path(folder))
             speeds[row].append(speed)
             memory[row] = max(held, memory.get(row, 0.0))
             print(f"round {number + 1}: {row}: {speeds[row][-1]:,.0f} tokens/s, {held:.0f} MiB")
-    first = max(speeds[next(iter(ROWS))])
+    first = next(iter(speeds.values()))
     return {
-        row: {"tokens/s": max(of), "x first": max(of) / first, "MiB": memory[row]}
+        row: {
+            "tokens/s": round(statistics.median(of)),
+            "x first": round(statistics.median(map(operator.truediv, of, first)), 2),
+            "MiB": round(memory[row]),
+        }
         for row, of in speeds.items()
     }
 
 
-def plan() -> dict[str, dict[str, float]]:
+def plan(flags_of: dict[str, str]) -> dict[str, dict[str, float]]:
     """Ask `fullshard plan` for every row."""
     rows = {}
-    for row, flags in PLAN_ROWS.items():
+    for row, flags in flags_of.items():
         command = [*COMMAND, "plan", *PLANNED.split(), *flags.split()]
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         total = re.search(r"total\s*\W\s*([\d.,]+) (\wiB)", printed)
@@ -98,11 +104,14 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--plan", action="store_true", help="predict memory; train nothing")
+    parser.add_argument("--rows", nargs="+", choices=[*ROWS, *PLAN_ROWS], metavar="ROW")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    results = plan() if given.plan else measure(given.rounds)
+    rows = PLAN_ROWS if given.plan else ROWS
+    flags_of = {row: rows[row] for row in given.rows or rows}
+    results = plan(flags_of) if given.plan else measure(given.rounds, flags_of)
     for row, numbers in results.items():
-        print(f"| {row} | " + " | ".join(f"{number:,.2f}" for number in numbers.values()) + " |")
+        print(f"| {row} | " + " | ".join(f"{number:,g}" for number in numbers.values()) + " |")
     if given.json is not None:
         given.json.write_text(json.dumps({"model": MODEL, "rows": results}, indent=2) + "\n")
 

@@ -174,12 +174,30 @@ def draw_profile(results: dict[str, Any]) -> Figure:
     return figure
 
 
+def draw_ladder(results: dict[str, Any]) -> Figure:
+    """Speed and memory of each rung of the tuning ladder, from the first row down."""
+    names = list(results["rows"])[::-1]
+    figure, (speed, memory) = pyplot.subplots(
+        1, 2, figsize=(9, 0.35 * len(names) + 1), sharey=True, layout="constrained"
+    )
+    columns = (("x first", "tokens/s, x the first row"), ("MiB", "MiB per rank"))
+    for axes, (column, label) in zip((speed, memory), columns, strict=True):
+        values = [results["rows"][name][column] for name in names]
+        drawn = axes.barh(names, values, color=COLORS["fullshard"])
+        axes.bar_label(drawn, fmt="{:.3g}", padding=2)
+        axes.set_xlabel(label)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.12)
+    return figure
+
+
 PICTURES: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "step": draw_step,
     "cpu": draw_cpu,
     "overlap": draw_overlap,
     "growth": draw_growth,
     "profile": draw_profile,
+    "ladder": draw_ladder,
 }
 
 
