@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
+import fullshard.compat
 from fullshard.testing import device, run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,8 +62,11 @@ def run_as_on_a_launched_rank(blocks: list[str], name: str, folder: Path) -> Non
     dist.destroy_process_group()
     os.chdir(folder)
     names = {"__name__": "__main__"}
-    for number, block in enumerate(blocks, start=1):
-        exec(compile(block, f"{name}, block {number}", "exec"), names)
+    try:
+        for number, block in enumerate(blocks, start=1):
+            exec(compile(block, f"{name}, block {number}", "exec"), names)
+    finally:
+        fullshard.compat.uninstall()  # the rank goes on to other tests
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
