@@ -3,7 +3,10 @@
     python3 benchmarks/plots.py --step step.json --cpu cpu.json --overlap overlap.json \\
         --growth growth.json --profile profile.json --folder docs/pictures
 
-Compares nothing itself; needs matplotlib. A file that is not given has no picture.
+Compares nothing itself; needs matplotlib. A file that is not given has no picture. The numbers of
+docs/performance.md are in docs/pictures/data, from which its pictures are drawn again:
+
+    python3 benchmarks/plots.py --data docs/pictures/data
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as pyplot
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 COLORS = {
     "bare": "#9a9a9a",
@@ -35,85 +39,155 @@ COLORS = {
 SMALL = 0.01
 
 
+def in_words(case: str) -> str:
+    """A model and its ranks: "1.34B@8" is "1.34 B parameters, 8 ranks"."""
+    size, _, ranks = case.partition("@")
+    count = "1 rank" if ranks == "1" else f"{ranks} ranks"
+    return f"{size[:-1]} {size[-1]} parameters, {count}"
+
+
 def bars(axes: Any, values: dict[str, float | None], title: str, label: str) -> None:
-    """One bar per row, with its number; rows without one are left out."""
+    """One bar per row, with its number; rows without one are left out. The legend has names."""
     known = {row: value for row, value in values.items() if value is not None}
-    drawn = axes.bar(list(known), list(known.values()), color=[COLORS[row] for row in known])
+    drawn = axes.bar(range(len(known)), list(known.values()), color=[COLORS[row] for row in known])
     axes.bar_label(drawn, fmt="{:.3g}", padding=2)
-    axes.set_title(title)
+    axes.set_title(title, fontsize="medium")
     axes.set_ylabel(label)
-    axes.tick_params(axis="x", rotation=30)
+    axes.set_xticks([])
     axes.margins(y=0.15)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def legend_of(figure: Figure, rows: list[str]) -> None:
+    """Name the rows once, below all bars."""
+    handles = [Patch(color=COLORS[row], label=row) for row in rows]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(rows), frameon=False)
+
+
+def rows_in(parts: list[dict[str, Any]]) -> list[str]:
+    """The rows of all ``parts``, in the order of the colors."""
+    return [row for row in COLORS if any(row in part["rows"] for part in parts)]
 
 
 def draw_step(results: dict[str, Any]) -> Figure:
     """Step time and peak memory of every case."""
     cases = results["cases"]
-    figure, grid = pyplot.subplots(2, len(cases), figsize=(3.2 * len(cases), 7), squeeze=False)
+    size = (max(3.2 * len(cases), 7), 6)
+    figure, grid = pyplot.subplots(2, len(cases), figsize=size, squeeze=False, layout="constrained")
     for case, axes in zip(cases, grid.T, strict=True):
         rows = case["rows"]
-        bars(axes[0], {r: v["step ms"] for r, v in rows.items()}, case["case"], "ms per step")
+        title = in_words(case["case"])
+        bars(axes[0], {r: v["step ms"] for r, v in rows.items()}, title, "ms per step")
         bars(axes[1], {r: v["allocated GiB"] for r, v in rows.items()}, "", "GiB at most")
+    legend_of(figure, rows_in(cases))
     return figure
 
 
 def draw_cpu(results: dict[str, Any]) -> Figure:
     """Ratios to the bare model, and memory, on real ranks."""
     runs = results["runs"]
-    figure, grid = pyplot.subplots(2, len(runs), figsize=(5 * len(runs), 8), squeeze=False)
+    size = (max(5 * len(runs), 8), 6)
+    figure, grid = pyplot.subplots(2, len(runs), figsize=size, squeeze=False, layout="constrained")
     for run, axes in zip(runs, grid.T, strict=True):
         rows, title = run["rows"], f"{run['ranks']} ranks over gloo"
-        bars(axes[0], {r: v.get("x bare") for r, v in rows.items()}, title, "step, x bare")
+        bars(
+            axes[0], {r: v.get("x bare") for r, v in rows.items()}, title, "time of a step, x bare"
+        )
         bars(axes[1], {r: v["peak MiB"] for r, v in rows.items()}, "", "MiB per rank, at most")
+    legend_of(figure, rows_in(runs))
     return figure
 
 
 def draw_overlap(results: dict[str, Any]) -> Figure:
-    """Step time against bandwidth, with what is ideal and what is reachable for fullshard."""
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    """How much longer than the shortest possible a step takes, at each bandwidth.
+
+    Rows differ in compute and bytes; so that bars compare, the lowest ideal of any counts.
+    """
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     points = sorted((float(width), part["rows"]) for width, part in results["bandwidths"].items())
-    widths = [width for width, _ in points]
-    for row in points[0][1]:
-        axes.plot(widths, [r[row]["step ms"] for _, r in points], "o-", c=COLORS[row], label=row)
-    if "fullshard" in points[0][1]:
-        for bound, line in (("reachable", "k:"), ("ideal", "k--")):
-            values = [rows["fullshard"][f"{bound} ms"] for _, rows in points]
-            axes.plot(widths, values, line, label=f"{bound} for fullshard")
-    axes.set(xscale="log", xlabel="bandwidth, GB/s", ylabel="ms per step", title=results["case"])
-    axes.set_xticks(widths, [f"{width:g}" for width in widths], minor=False)
-    axes.set_xticks([], minor=True)
-    axes.set_ylim(bottom=0)
-    axes.legend()
+    rows = rows_in([{"rows": rows} for _, rows in points])
+    width = 0.8 / len(rows)
+    for number, row in enumerate(rows):
+        longer = [100 * (each[row]["step ms"] / lowest_ideal(each) - 1) for _, each in points]
+        places = [place + (number - (len(rows) - 1) / 2) * width for place in range(len(points))]
+        drawn = axes.bar(places, longer, 0.9 * width, color=COLORS[row], label=row)
+        axes.bar_label(drawn, fmt="{:.1f}", padding=2, fontsize="small")
+    axes.set(xlabel="bandwidth, GB/s", ylabel="longer than the ideal step, %")
+    axes.set_title(in_words(results["case"]), fontsize="medium")
+    axes.set_xticks(range(len(points)), [f"{bandwidth:g}" for bandwidth, _ in points])
+    axes.spines[["top", "right"]].set_visible(False)
+    legend_of(figure, rows)
     return figure
+
+
+def lowest_ideal(rows: dict[str, Any]) -> float:
+    """The shortest step of any row whose communication is all hidden, or hides all compute."""
+    return float(min(max(r["compute ms"], r["communication ms"]) for r in rows.values()))
+
+
+#: What the sweeps of benchmarks/growth.py are called on the axis.
+SWEEPS = {"units": "units", "parameters": "parameters per unit", "ranks": "ranks"}
 
 
 def draw_growth(results: dict[str, Any]) -> Figure:
     """Set-up and step time against each size, on logarithmic axes."""
     sweeps = results["sweeps"]
-    figure, grid = pyplot.subplots(1, len(sweeps), figsize=(4.5 * len(sweeps), 4), squeeze=False)
+    size = (4 * len(sweeps), 4)
+    figure, grid = pyplot.subplots(
+        1, len(sweeps), figsize=size, squeeze=False, sharey=True, layout="constrained"
+    )
     for sweep, axes in zip(sweeps, grid[0], strict=True):
         for row, values in sweep["rows"].items():
             axes.plot(sweep["sizes"], values["step ms"], "o-", c=COLORS[row], label=f"{row}, step")
             if row != "bare":
                 label = f"{row}, set-up"
                 axes.plot(sweep["sizes"], values["set-up ms"], "s:", c=COLORS[row], label=label)
-        axes.set(xscale="log", yscale="log", xlabel=sweep["sweep"], ylabel="ms")
-        axes.legend(fontsize="small")
+        axes.set(xscale="log", yscale="log", xlabel=SWEEPS[sweep["sweep"]])
+        axes.set_xticks(sweep["sizes"], [f"{size:,}" for size in sweep["sizes"]], minor=False)
+        axes.set_xticks([], minor=True)
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[0][0].set_ylabel("ms")
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     return figure
 
 
 def draw_profile(results: dict[str, Any]) -> Figure:
     """Host time by phase, the largest on top."""
-    phases = {name: phase["ms"] for name, phase in results["phases"].items()}
+    phases = {
+        name: phase["us a unit"] if "us a unit" in phase else 1e3 * phase["ms"] / results["units"]
+        for name, phase in results["phases"].items()
+    }
     least = SMALL * sum(phases.values())
     shown = {name: value for name, value in phases.items() if value >= least}
-    shown["all others"] = sum(value for value in phases.values() if value < least)
+    others = sum(value for value in phases.values() if value < least)
+    if others:
+        shown["all others"] = others
     names = sorted(shown, key=lambda name: shown[name])
-    figure, axes = pyplot.subplots(figsize=(7, 0.3 * len(names) + 1.5))
+    figure, axes = pyplot.subplots(figsize=(7, 0.27 * len(names) + 1.2), layout="constrained")
     drawn = axes.barh(names, [shown[name] for name in names], color=COLORS["fullshard"])
-    axes.bar_label(drawn, fmt="{:.2f}", padding=2)
-    axes.set(xlabel="ms of host time per step", title=f"{results['row']}, {results['case']}")
+    axes.bar_label(drawn, fmt="{:.3g}", padding=2)
+    axes.set(xlabel="µs of host time per unit and step")
+    axes.set_title(f"{results['row']}, {in_words(results['case'])}", fontsize="medium")
+    axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.12)
+    return figure
+
+
+def draw_ladder(results: dict[str, Any]) -> Figure:
+    """Speed and memory of each rung of the tuning ladder, from the first row down."""
+    names = list(results["rows"])[::-1]
+    figure, (speed, memory) = pyplot.subplots(
+        1, 2, figsize=(9, 0.35 * len(names) + 1), sharey=True, layout="constrained"
+    )
+    columns = (("x first", "tokens/s, x the first row"), ("MiB", "MiB per rank"))
+    for axes, (column, label) in zip((speed, memory), columns, strict=True):
+        values = [results["rows"][name][column] for name in names]
+        drawn = axes.barh(names, values, color=COLORS["fullshard"])
+        axes.bar_label(drawn, fmt="{:.3g}", padding=2)
+        axes.set_xlabel(label)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.12)
     return figure
 
 
@@ -123,6 +197,7 @@ PICTURES: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "overlap": draw_overlap,
     "growth": draw_growth,
     "profile": draw_profile,
+    "ladder": draw_ladder,
 }
 
 
@@ -133,13 +208,13 @@ def main() -> None:
     for name in PICTURES:
         parser.add_argument(f"--{name}", type=Path, metavar="JSON")
     parser.add_argument("--folder", type=Path, default=Path("docs/pictures"))
+    parser.add_argument("--data", type=Path, help="a folder with all of them, by name")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     for name, draw in PICTURES.items():
-        source = getattr(given, name)
+        source = getattr(given, name) or (given.data and given.data / f"{name}.json")
         if source is not None:
             figure = draw(json.loads(source.read_text()))
-            figure.tight_layout()
             target = given.folder / f"{name}.png"
             figure.savefig(target, dpi=120)
             print(target)

@@ -9,36 +9,28 @@ picture moves by itself in a browser; drawn on paper, it shows the second unit i
 
 from __future__ import annotations
 
-from pathlib import Path
+from canvas import Canvas
 
 UNITS, RANKS, SECONDS = 4, 2, 12.0
-WIDTH, HEIGHT = 760, 330
+WIDTH, HEIGHT = 760, 260
 #: Forward from the first unit to the last, then backward; each unit twice.
 ORDER = [*range(UNITS), *reversed(range(UNITS))]
-OUTPUT = Path(__file__).resolve().parent.parent / "pictures" / "unshard.svg"
 STYLE = """
-  .text { font: 15px system-ui, sans-serif; fill: #263238 }
-  .small { font-size: 13px; fill: #546e7a }
-  .shard { fill: #00897b }
-  .rest { fill: #80cbc4; opacity: 0 }
-  .frame { fill: none; stroke: #90a4ae; stroke-width: 1.5 }
+  .rest { opacity: 0 }
   .phase { opacity: 0 }
-  @media (prefers-color-scheme: dark) {
-    .text { fill: #eceff1 } .small { fill: #b0bec5 } .frame { stroke: #607d8b }
-  }
   @media (prefers-reduced-motion: reduce) { .rest, .phase { animation: none !important } }
 """
 
 
 def main() -> None:
     """Write the picture."""
-    parts = [_rank(rank) for rank in range(RANKS)]
-    phases = "".join(_phase(step, unit) for step, unit in enumerate(ORDER))
-    OUTPUT.write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">\n'
-        "<title>A step: each unit is unsharded while it computes, and sharded otherwise</title>\n"
-        f"<style>{STYLE}{_keyframes()}</style>\n{''.join(parts)}{phases}</svg>\n"
-    )
+    title = "A step: each unit is unsharded while it computes, and sharded otherwise"
+    canvas = Canvas(WIDTH, HEIGHT, title, STYLE + _keyframes())
+    for rank in range(RANKS):
+        _rank(canvas, rank)
+    for step, unit in enumerate(ORDER):
+        _phase(canvas, step, unit)
+    canvas.save("unshard.svg")
 
 
 def _keyframes() -> str:
@@ -66,39 +58,30 @@ def _keyframes() -> str:
     return "\n  ".join(rules)
 
 
-def _rank(rank: int) -> str:
-    top = 40 + rank * 120
-    drawn = [f'<text class="text" x="20" y="{top + 38}">rank {rank}</text>\n']
+def _rank(canvas: Canvas, rank: int) -> None:
+    top = 50 + rank * 90
+    canvas.text(20, top + 38, f"rank {rank}")
     for unit in range(UNITS):
-        left, width, height = 110 + unit * 160, 140, 60
+        left, width, height = 100 + unit * 160, 140, 60
         own = left + rank * width / RANKS
         # The other ranks' part, as this rank sees it while the unit computes.
         other = left + (1 - rank) * width / RANKS
-        seen = ' style="opacity: 1"' if unit == 1 else ""
-        box = f'y="{top}" width="{width / RANKS:g}" height="{height}"'
-        drawn.append(f'<rect class="shard" x="{own:g}" {box}/>')
-        drawn.append(f'<rect class="rest unit{unit}" x="{other:g}" {box}{seen}/>')
-        drawn.append(
-            f'<rect class="frame" x="{left}" y="{top}" width="{width}" height="{height}" rx="4"/>'
-        )
+        seen = 'style="opacity: 1"' if unit == 1 else ""
+        canvas.rect(own, top, width / RANKS, height, "shard")
+        canvas.rect(other, top, width / RANKS, height, f"rest unit{unit}", seen)
+        canvas.rect(left, top, width, height, "frame", 'rx="4"')
         if rank == 0:
-            middle = left + width / 2
-            drawn.append(
-                f'<text class="text" x="{middle:g}" y="{top - 12}" text-anchor="middle">'
-                f"unit {unit + 1}</text>\n"
-            )
-    return "".join(drawn)
+            canvas.text(left + width / 2, top - 14, f"unit {unit + 1}", anchor="middle")
 
 
-def _phase(step: int, unit: int) -> str:
+def _phase(canvas: Canvas, step: int, unit: int) -> None:
     does = (
         f"forward of unit {unit + 1}: all-gather its shards, compute, reshard"
         if step < UNITS
         else f"backward of unit {unit + 1}: all-gather, compute, reduce-scatter gradients, reshard"
     )
-    seen = ' style="opacity: 1"' if step == 1 else ""
-    kind, y = f"text small phase phase{step}", HEIGHT - 20
-    return f'<text class="{kind}" x="110" y="{y}"{seen}>{does}</text>\n'
+    seen = 'style="opacity: 1"' if step == 1 else ""
+    canvas.text(100, HEIGHT - 22, does, f"phase phase{step}", more=seen)
 
 
 if __name__ == "__main__":

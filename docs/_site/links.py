@@ -7,12 +7,21 @@ repository.
 
 from __future__ import annotations
 
+import posixpath
 import re
 from typing import Any
 
-_OUTSIDE = re.compile(r"\]\(\.\./([^)\s]*)\)")
+_LINK = re.compile(r"\]\((\.\./[^)\s]*)\)")
 
 
-def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Let links out of ``docs/`` lead to the repository."""
-    return _OUTSIDE.sub(rf"]({config.repo_url}/blob/main/\1)", markdown)
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def outside(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, link[1]))
+        if not target.startswith("../"):
+            return link[0]
+        return f"]({config.repo_url}/blob/main/{target.removeprefix('../')})"
+
+    return _LINK.sub(outside, markdown)
