@@ -266,6 +266,25 @@ class FlatParamHandle(WriteBack):
         """The distribution that tensor parallelism gave a parameter; None if it gave none."""
         return self.distributions[index] if self.distributions else None
 
+    def presentations(self) -> Sequence[Any]:
+        """What makes the objects that the module computes with; empty where views will do."""
+        return self.distributions
+
+    def packed(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """What is laid out of a whole parameter; raises ValueError if it is packed otherwise."""
+        return value
+
+    def saved(self, index: int, value: torch.Tensor) -> Any:
+        """What a full state dict has for a whole parameter, given as it is laid out."""
+        return value
+
+    def hidden(self, index: int) -> bool:
+        """True if another object than the optimizer's parameter is shown in full."""
+        return self.distribution(index) is not None
+
+    def adopt_replacement(self, index: int, new: nn.Parameter) -> None:
+        """Take over what a whole parameter, put in place of another one, has beside elements."""
+
     def whole_shape(self, index: int) -> torch.Size:
         """The shape of a parameter as users wrote it, before anybody took parts of it."""
         distribution = self.distribution(index)
@@ -301,11 +320,11 @@ class FlatParamHandle(WriteBack):
         """The full buffer of ``dtype``, made at its first use."""
         buffer = self.full_buffers.get(dtype)
         if buffer is None:
-            layout, shard, distributions = self.layout, self.shard_tensor, self.distributions
+            layout, shard, shown_as = self.layout, self.shard_tensor, self.presentations()
             if layout.world_size == 1 and self._stands(dtype):
-                buffer = ShardBackedBuffer(layout, shard, distributions)
+                buffer = ShardBackedBuffer(layout, shard, shown_as)
             else:
-                buffer = FullBuffer(layout, self.rank, shard, dtype, self.device, distributions)
+                buffer = FullBuffer(layout, self.rank, shard, dtype, self.device, shown_as)
             self.full_buffers[dtype] = buffer
         return buffer
 
