@@ -21,7 +21,7 @@ from .engine.init.build import (
     managed_parameters,
     parameter_order,
 )
-from .engine.init.packing import has_other_classes, pack, tensors_beside
+from .engine.init.packing import PLAIN, pack, packings_of, tensors_beside
 from .engine.init.validation import check_unit
 from .engine.params.handle import REQUIRES_GRAD
 from .engine.params.packed import Packing
@@ -71,6 +71,8 @@ def construct_unit(
     check_unit(module, modules, parameters, options.use_orig_params)
     if not options.use_orig_params and len(set(map(REQUIRES_GRAD, parameters))) > 1:
         check_flat_unit_is_uniform(module, parameters)
+    if not PLAIN.issuperset(map(type, parameters)):
+        packings_of(module, parameters, options.use_orig_params)
     offload, device_id = cpu_offload.offload_params, initial.device_id
     device = compute_device(parameters, device_id, offload, groups.shards.rank())
     if not parameters and device_id is None:
@@ -84,7 +86,7 @@ def construct_unit(
         parameters = managed_parameters(module, own, ignored, left)
     distributions: Mapping[nn.Parameter, Distribution] = {}
     packings: Mapping[nn.Parameter, Packing] = {}
-    if has_other_classes(parameters):
+    if not PLAIN.issuperset(map(type, parameters)):
         parameters, distributions = localize(module, parameters, groups)
         parameters, packings = pack(module, parameters)
     if device_id is not None:
@@ -93,7 +95,9 @@ def construct_unit(
         _move_buffers(modules, device)
     if initial.sync_module_states:
         for group in filter(None, (groups.shards, groups.copies)):
-            buffers = [*buffers_of(modules), *tensors_beside(packings)]
+            buffers = buffers_of(modules)
+            if packings:
+                buffers += tensors_beside(packings)
             broadcast_states(parameters, buffers, group_for(group, device), type(module).__name__)
     order = parameter_order(modules)
     unit = build_unit(

@@ -16,7 +16,7 @@ from ..api import BackwardPrefetch, MixedPrecision
 from ..engine.comm.collectives import group_for
 from ..engine.comm.process_groups import ProcessGroups
 from ..engine.init.build import group_parameters, managed_parameters
-from ..engine.init.packing import has_other_classes, pack
+from ..engine.init.packing import PLAIN, pack
 from ..engine.init.validation import check_modules
 from ..engine.params.extended_handle import ExtendedRowHandle, is_extended
 from ..engine.params.handle import FlatParamHandle
@@ -318,7 +318,7 @@ def _pack(
     root: nn.Module, parameters: list[nn.Parameter]
 ) -> tuple[list[nn.Parameter], dict[nn.Parameter, Packing]]:
     """Prepare packed parameters; those that say themselves what is all-gathered are left."""
-    if not has_other_classes(parameters):
+    if PLAIN.issuperset(map(type, parameters)):
         return parameters, {}
     return pack(root, parameters, leave=is_extended)
 

@@ -16,12 +16,8 @@ from ..params.locations import find_locations
 from ..params.packed import InnerTensors, Packing
 from ..params.tensor_parallel import is_distributed, local_part
 
-_PLAIN = {nn.Parameter}
-
-
-def has_other_classes(parameters: Iterable[nn.Parameter]) -> bool:
-    """True if some of the parameters are of a class of their own."""
-    return not _PLAIN.issuperset(map(type, parameters))
+#: The types of parameters that are neither distributed nor packed.
+PLAIN = {nn.Parameter}
 
 
 def is_packed(parameter: nn.Parameter) -> bool:
@@ -35,6 +31,8 @@ def packings_of(
     root: nn.Module, parameters: Iterable[nn.Parameter], use_orig_params: bool = True
 ) -> dict[nn.Parameter, Packing]:
     """The packings of those of the parameters that have one; refuses what cannot be sharded."""
+    parameters = list(parameters)
+    _check_not_distributed(root, parameters)
     found = {p: _packing(root, p) for p in parameters if is_packed(p)}
     if found and not use_orig_params:
         raise ValueError(
@@ -44,17 +42,16 @@ def packings_of(
     return found
 
 
-def check_not_distributed(root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse DTensors of parts that are packed."""
-    for parameter in parameters:
-        if is_distributed(parameter) and type(local_part(parameter)).__name__ != "Tensor":
-            part = local_part(parameter)
-            if hasattr(part, "__tensor_flatten__") and not hasattr(part, "fsdp_pre_all_gather"):
-                raise ValueError(
-                    f"{_path(root, parameter)!r} is a DTensor of {type(part).__name__}: "
-                    "tensor-parallel parameters can be sharded only if they are plain. Quantise "
-                    "without tensor parallelism, or leave them out (ignored_states=)"
-                )
+def _check_not_distributed(root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse DTensors of which a rank's part is packed."""
+    for parameter in filter(is_distributed, parameters):
+        part = local_part(parameter)
+        if hasattr(part, "__tensor_flatten__") and not hasattr(part, "fsdp_pre_all_gather"):
+            raise ValueError(
+                f"Parameter {_path(root, parameter)!r} is a DTensor of {type(part).__name__}, and "
+                "tensor-parallel parameters can be sharded only if they are plain. Quantise "
+                "without tensor parallelism, or leave it out (ignored_states=)"
+            )
 
 
 def _packing(root: nn.Module, parameter: nn.Parameter) -> Packing:

@@ -15,7 +15,6 @@ from ..grads.user_hooks import IN_BACKWARD
 from ..params.locations import clean_tensor_name
 from ..runtime.pytrees import tensors_in
 from ..runtime.unit import Unit
-from .packing import has_other_classes, packings_of
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 #: How torch's operations say that a weight has one dimension only, as pieces have.
@@ -36,8 +35,6 @@ def check_unit(
     check_modules(root, modules)
     warn_of_container(root)
     check_parameters(root, parameters)
-    if has_other_classes(parameters):
-        packings_of(root, parameters, use_orig_params)
     if not use_orig_params:
         check_no_optimizers_in_backward(root, parameters)
 

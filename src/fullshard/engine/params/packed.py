@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,18 +26,18 @@ from torch import nn
 _ALIGNMENT = 16
 
 
-class Packing(ABC):
+class Packing:
     """The class of one frozen parameter, and how its packed elements become an object of it."""
 
     #: Whether a plain parameter of packed elements stands for the parameter outside of compute.
     is_hidden = False
 
-    @abstractmethod
     def assemble(self, packed: torch.Tensor, kept: Any) -> Any:
         """The whole parameter, of all its ``packed`` elements, whose memory it shares.
 
         ``kept`` is the parameter that users hold; it has what is not sharded.
         """
+        raise NotImplementedError
 
     def pack(self, value: torch.Tensor) -> torch.Tensor:
         """The packed elements of a whole parameter; raises ValueError if it is of another kind."""

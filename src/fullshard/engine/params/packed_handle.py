@@ -80,23 +80,33 @@ class PackedRowHandle(_Packed, RowHandle):
 
     def __init__(self, params: Sequence[nn.Parameter], *args: Any, packings: Packings, **kw: Any):
         self.packings = [packings[parameter] for parameter in params]
+        #: By parameter, the attributes in which it has what is not sharded.
+        self._facts = [self._facts_of(i, parameter) for i, parameter in enumerate(params)]
         super().__init__(params, *args, **kw)
         self._move_facts()
 
+    def _facts_of(self, index: int, parameter: nn.Parameter) -> dict[str, Any]:
+        return {name: getattr(parameter, name) for name in self.packings[index].names()}
+
     def _as_sharded(self, index: int, parameter: Any) -> Any:
-        old = self.params[index]
-        new = super()._as_sharded(index, parameter)
-        for name in self.packings[index].names():
-            if new is not old and not hasattr(new, name):
-                setattr(new, name, getattr(old, name))
-        return new
+        if parameter.dtype != self.shard_tensor.dtype:
+            # Converted, it has lost what is packed; the shard has it still.
+            own = self.sharded[index].to(parameter.device)
+            parameter = nn.Parameter(self.shardings[index].assemble(own), requires_grad=False)
+        return super()._as_sharded(index, parameter)
+
+    def _bind(self) -> None:
+        # Conversions exchange a DTensor's content, attributes included, for that of a new one.
+        for parameter, facts in zip(self.params, self._facts, strict=True):
+            for name, value in facts.items():
+                if not hasattr(parameter, name):
+                    setattr(parameter, name, value)
+        super()._bind()
 
     def _adopt_locals(self, locals_: Sequence[torch.Tensor]) -> None:
-        dtype = self.shard_tensor.dtype
-        # What was converted to another dtype has lost what is packed; the shard has it still.
-        kept = [
-            local if local.dtype == dtype else own.to(local.device)
-            for local, own in zip(locals_, self.sharded, strict=True)
-        ]
-        super()._adopt_locals(kept)
+        super()._adopt_locals(locals_)
         self._move_facts()
+
+    def _move_facts(self) -> None:
+        super()._move_facts()
+        self._facts = [self._facts_of(i, parameter) for i, parameter in enumerate(self.params)]
