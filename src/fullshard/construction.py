@@ -91,6 +91,8 @@ def construct_unit(
         parameters, packings = pack(module, parameters)
     if device_id is not None:
         _move_parameters(parameters, device)
+        for parameter, packing in packings.items():
+            packing.move(parameter, device)
     if device_id is not None or offload:
         _move_buffers(modules, device)
     if initial.sync_module_states:

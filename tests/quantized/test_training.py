@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from tests.quantized.models import (
-    Block,
     assert_same_bytes,
     batch,
     bnb,
@@ -22,8 +21,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
+from fullshard import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+)
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
 from fullshard.testing import device, ranks
 
 
@@ -210,8 +215,70 @@ def test_packed_elements_are_gathered_as_bytes_and_never_reduced() -> None:
     train(model, 1)
     for wrapper in FSDP.fsdp_modules(model):
         for handle in wrapper._unit.handles:
-            if any(place.name == "weight" and "base" in place.path for place in handle.places[0]):
+            if "base" in handle.places[0][0].path:
+                owners = [places[0].module for places in handle.places]
+                assert all(isinstance(module, bnb.nn.Linear4bit) for module in owners)
                 assert list(handle.full_buffers) == [torch.bfloat16]
                 assert not handle.reduce_buffers
-                assert all(isinstance(place[0].module, bnb.nn.Linear4bit) for place in handle.places)
-    assert Block is type(model.module[0].module)
+
+
+@kinds("nf4", "int8", "torchao int8")
+@both_ways
+@ranks(2)
+def test_shards_offloaded_to_the_host(how: str, kind: str) -> None:
+    offloaded: Any = {
+        "wrapper": {"cpu_offload": CPUOffload(True), "device_id": device()},
+        "fully_shard": {"offload_policy": CPUOffloadPolicy()},
+    }[how]
+    model = shard(build(kind).cpu(), how, **offloaded)
+    assert_trains_alike(build(kind), model)
+
+
+@pytest.mark.parametrize("kind", ["EmbeddingNF4", "EmbeddingFP4", "Embedding8bit"])
+@both_ways
+@ranks(2)
+def test_quantised_embeddings(how: str, kind: str) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        embedding = getattr(bnb.nn, kind)(32, 64).requires_grad_(False).to(device())
+        return nn.Sequential(embedding, nn.Linear(64, 8).to(device()))
+
+    bare, whole, tokens = make(), make(), torch.arange(7, device=device())
+    if how == "wrapper":
+        model: Any = FSDP(whole, use_orig_params=True)
+    else:
+        model = fullshard.fully_shard(whole)
+    expected = bare(tokens)
+    assert torch.equal(model(tokens), expected)
+    expected.sum().backward()
+    model(tokens).sum().backward()
+    with fullshard.summon_full_params(model, with_grads=True):
+        found = dict(model.named_parameters())["1.weight"]
+        assert torch.equal(found.grad, bare[1].weight.grad)
+
+
+@kinds("nf4", "int8", "torchao int8")
+@ranks(2)
+def test_two_modules_with_one_weight(kind: str) -> None:
+    bare, model = build(kind), build(kind)
+    for each in (bare, model):
+        for block in each:
+            block.twice = type(block.up)(block.up.base, 64, 96)
+            block.down.register_forward_pre_hook(_add_twice(block))
+    assert_trains_alike(bare, shard(model, "wrapper"))
+
+
+def _add_twice(block: Any) -> Any:
+    return lambda module, inputs: inputs[0] + block.twice(block.norm(inputs[0][:, :64]))
+
+
+@kinds("nf4", "torchao int8")
+@ranks(2)
+def test_parameters_summoned_on_the_first_rank_in_host_memory(kind: str) -> None:
+    bare, model = build(kind).cpu(), shard(build(kind), "wrapper")
+    with fullshard.summon_full_params(model, rank0_only=True, offload_to_cpu=True, writeback=False):
+        if torch.distributed.get_rank() == 0:
+            whole = dict(model.named_parameters())
+            for name, original in bare.named_parameters():
+                assert_same_bytes(whole[name], original)
+    assert torch.equal(model(batch(0)), bare.to(device())(batch(0)))

@@ -17,6 +17,8 @@ from .packed import Packing, plain
 
 #: The attribute of a ``Linear4bit`` that lets it put its weight in another order for evaluation.
 _REPACKS = "support_avx512bf16_for_cpu"
+#: Has a module replace its parameters when it loads; new ones would have no scales.
+_ASSIGN = "assign_to_params_buffers"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -208,6 +210,7 @@ def _load_states(
     errors: list[str],
 ) -> None:
     """Load the ``quant_state`` of a module's weights, which bitsandbytes only saves."""
+    local_metadata.pop(_ASSIGN, None)
     for name, parameter in module._parameters.items():
         state = getattr(parameter, "quant_state", None)
         if state is None:
@@ -223,7 +226,8 @@ def _load_states(
         try:
             new = type(state).from_dict(found, state.absmax.device)
         except (AssertionError, KeyError, ValueError) as error:
-            errors.append(f"cannot load the quant_state of {prefix}{name}: {error}")
+            reason = str(error) or f"its entries are {', '.join(found)}"
+            errors.append(f"cannot load the quant_state of {prefix}{name}: {reason}")
             continue
         if tuple(new.shape) != tuple(state.shape):
             errors.append(
@@ -234,11 +238,14 @@ def _load_states(
         replace_state(state, new)
 
 
-def _drop_format(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _drop_format(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *_: Any
+) -> None:
     """Take the word about an 8-bit weight's order from local state dicts, as from all others.
 
     bitsandbytes does where there is a weight under its own name.
     """
+    local_metadata.pop(_ASSIGN, None)
     if f"{prefix}weight" not in state_dict:
         state_dict.pop(f"{prefix}weight_format", None)
 
