@@ -34,8 +34,9 @@ from fullshard.testing import device, ranks
 
 def assert_trains_alike(bare: nn.Module, model: nn.Module) -> None:
     expected = train(bare)
-    assert expected[-1] < expected[0]
+    # Adapters learn: no loss is zero, and none is the one before.
     assert all(expected)
+    assert len(set(expected)) == len(expected)
     assert train(model) == expected
     assert torch.equal(model(batch(7)), bare(batch(7)))
 
@@ -126,10 +127,8 @@ def test_a_module_computes_with_an_object_of_the_weights_class(how: str, kind: s
     # Made once: a step makes no objects.
     assert seen[0] is seen[1]
     with fullshard.summon_full_params(model):
-        for (name, whole), original in zip(
-            model.named_parameters(), bare.parameters(), strict=True
-        ):
-            assert_same_bytes(whole, original), name
+        for whole, original in zip(model.parameters(), bare.parameters(), strict=True):
+            assert_same_bytes(whole, original)
 
 
 @kinds("nf4", "nf4 in bfloat16", "int8")
@@ -282,3 +281,12 @@ def test_parameters_summoned_on_the_first_rank_in_host_memory(kind: str) -> None
             for name, original in bare.named_parameters():
                 assert_same_bytes(whole[name], original)
     assert torch.equal(model(batch(0)), bare.to(device())(batch(0)))
+
+
+@kinds("nf4", "int8", "torchao int8")
+@both_ways
+@ranks(2)
+def test_a_model_that_has_trained_before_it_is_sharded(how: str, kind: str) -> None:
+    bare, model = build(kind), build(kind)
+    assert train(bare) == train(model)
+    assert_trains_alike(bare, shard(model, how))

@@ -22,8 +22,9 @@ from .flat_parameter import FlatParameter, HandleReference
 from .flattening import check_uniform, cuts, flat_strides, flattened, own_part
 from .layout import FlatParamShardMetadata, Layout, Piece, alignment_elements
 from .locations import ParameterLocation, containers_of, find_locations
+from .presentation import Presentation
 from .replacements import refuse_replaced_views
-from .tensor_parallel import Distribution, Distributions, distributions_of, local_part
+from .tensor_parallel import Distribution, distributions_of, local_part
 from .unused_parameters import Presence
 from .write_back import WriteBack
 
@@ -46,7 +47,7 @@ class Dtypes(NamedTuple):
     reduce: torch.dtype
 
 
-class FlatParamHandle(WriteBack):
+class FlatParamHandle(Presentation, WriteBack):
     """Owns one group's memory.
 
     ``params`` are flattened on construction; :meth:`shard` then keeps this rank's part only, or
@@ -97,8 +98,6 @@ class FlatParamHandle(WriteBack):
         if places is None:
             places = find_locations(module, self.params)
         self.places = [places[p] for p in self.params]
-        #: How tensor parallelism distributed each parameter; empty where it distributed none.
-        self.distributions: Distributions = ()
         if distributions:
             self.distributions = distributions_of(self.params, distributions)
         self._set_dtypes(self.params[0].dtype)
@@ -261,29 +260,6 @@ class FlatParamHandle(WriteBack):
     def shard_metadata(self) -> FlatParamShardMetadata:
         """The original parameters that this rank's shard touches."""
         return self.layout.metadata(self.flat_param._shard_param_infos)
-
-    def distribution(self, index: int) -> Distribution | None:
-        """The distribution that tensor parallelism gave a parameter; None if it gave none."""
-        return self.distributions[index] if self.distributions else None
-
-    def presentations(self) -> Sequence[Any]:
-        """What makes the objects that the module computes with; empty where views will do."""
-        return self.distributions
-
-    def packed(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """What is laid out of a whole parameter; raises ValueError if it is packed otherwise."""
-        return value
-
-    def saved(self, index: int, value: torch.Tensor) -> Any:
-        """What a full state dict has for a whole parameter, given as it is laid out."""
-        return value
-
-    def hidden(self, index: int) -> bool:
-        """True if another object than the optimizer's parameter is shown in full."""
-        return self.distribution(index) is not None
-
-    def adopt_replacement(self, index: int, new: nn.Parameter) -> None:
-        """Take over what a whole parameter, put in place of another one, has beside elements."""
 
     def whole_shape(self, index: int) -> torch.Size:
         """The shape of a parameter as users wrote it, before anybody took parts of it."""

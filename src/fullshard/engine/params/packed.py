@@ -51,6 +51,13 @@ class Packing:
         """The attributes of the parameter in which it has what is not sharded."""
         return ()
 
+    def aliases(self, kept: Any) -> Mapping[str, Any]:
+        """What the class's objects have as properties, for a parameter of another class to have.
+
+        ``torch.distributed.checkpoint`` follows names in state dicts from attribute to attribute.
+        """
+        return {}
+
     def tensors(self, kept: Any) -> list[torch.Tensor]:
         """The tensors that every rank has whole, for those of one rank to be broadcast."""
         return []

@@ -39,7 +39,7 @@ class _Packed(_Base):
     def saved(self, index: int, value: torch.Tensor) -> Any:
         return self.packings[index].saved(value)
 
-    def hidden(self, index: int) -> bool:
+    def is_hidden(self, index: int) -> bool:
         return self.packings[index].is_hidden
 
     def adopt_replacement(self, index: int, new: nn.Parameter) -> None:
@@ -109,4 +109,6 @@ class PackedRowHandle(_Packed, RowHandle):
 
     def _move_facts(self) -> None:
         super()._move_facts()
+        for packing, parameter in zip(self.packings, self.params, strict=True):
+            vars(parameter).update(packing.aliases(parameter))
         self._facts = [self._facts_of(i, parameter) for i, parameter in enumerate(self.params)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,9 @@ class Quantized4bit(Quantized):
             found += [state.offset, state.state2.absmax, state.state2.code]
         return found
 
+    def aliases(self, kept: Any) -> Mapping[str, Any]:
+        return _aliases(kept.quant_state)
+
     def assemble(self, packed: torch.Tensor, kept: Any) -> Any:
         if kept.quant_state.absmax.device != packed.device:
             # On the host, while the unit computes elsewhere: a state of its own.
@@ -78,8 +81,8 @@ class _Elsewhere:
 
     def __init__(self, attributes: dict[str, Any], device: torch.device) -> None:
         vars(self).update(attributes)
-        kind: Any = _module().functional.QuantState
-        self.quant_state = kind.from_dict(self.quant_state.as_dict(packed=True), device)
+        state = attributes["quant_state"]
+        self.quant_state: Any = type(state).from_dict(state.as_dict(packed=True), device)
 
 
 class Quantized8bit(Quantized):
@@ -177,7 +180,10 @@ def _take_back_scales(module: Any, parameter: Any) -> None:
     if state is not None:
         state.CB = state.SCB = None
     if parameter.SCB is None:
-        raise ValueError("it has no scales (SCB)")
+        raise ValueError(
+            f"The 8-bit weight of a {type(module).__name__} has no scales (SCB), neither as an "
+            "attribute nor in the module's state. Quantise it anew (model.to(device))"
+        )
 
 
 def _refuse_to_cast_bias(module: Any, inputs: Any) -> None:
@@ -191,6 +197,14 @@ def _refuse_to_cast_bias(module: Any, inputs: Any) -> None:
             f"the bias in {compute} (mixed_precision's param_dtype, or bias.to before wrapping), "
             "or the module compute in its dtype (bnb_4bit_compute_dtype)"
         )
+
+
+def _aliases(state: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a ``QuantState`` by their names in state dicts."""
+    found = {"absmax": state.absmax, "quant_map": state.code}
+    if state.nested:
+        found |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code}
+    return found
 
 
 def replace_state(old: Any, new: Any) -> None:
@@ -236,6 +250,8 @@ def _load_states(
             )
             continue
         replace_state(state, new)
+        own = vars(parameter)
+        own.update({alias: value for alias, value in _aliases(state).items() if alias in own})
 
 
 def _drop_format(

@@ -159,7 +159,7 @@ class _SummonedGroup:
     def _show_hidden(self) -> None:
         """Register DTensors, and objects that wrap others, in place of plain parameters."""
         for index, presentation in enumerate(self._handle.presentations()):
-            if self._handle.hidden(index):
+            if self._handle.is_hidden(index):
                 plain = self._parameters[index]
                 shown = nn.Parameter(presentation.assemble(plain), plain.requires_grad)
                 self._parameters[index] = shown
@@ -226,7 +226,7 @@ class _SummonedGroup:
 
     def _kept(self, index: int, shown: nn.Parameter) -> nn.Parameter:
         """The parameter to keep for ``shown``: itself, or the plain one behind a DTensor."""
-        return self._handle.params[index] if self._handle.hidden(index) else shown
+        return self._handle.params[index] if self._handle.is_hidden(index) else shown
 
     def _store(self, found: Sequence[nn.Parameter | None]) -> None:
         """Copy this rank's part of the full parameters into the shard."""
