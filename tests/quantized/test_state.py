@@ -19,6 +19,7 @@ from tests.quantized.models import (
     shard,
     train,
 )
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import fullshard
 from fullshard import FullStateDictConfig, StateDictType
@@ -135,6 +136,16 @@ def test_a_full_value_of_another_class_is_refused() -> None:
     model = shard(build("torchao int8"), "wrapper")
     with pytest.raises(RuntimeError, match=r"size mismatch for 0\.up\.base\.weight"):
         model.load_state_dict(build("torchao float8").state_dict())
+
+
+@kinds("nf4", "nf4 in float16, one state", "torchao int8")
+@both_ways
+@ranks(2)
+def test_torchs_functions_for_state_dicts_of_any_model(how: str, kind: str) -> None:
+    model, other = shard(build(kind), how), shard(build(kind, seed=5), how)
+    other(batch(1))
+    set_model_state_dict(other, get_model_state_dict(model))
+    assert torch.equal(other(batch(3)), build(kind)(batch(3)))
 
 
 # -- checkpoints --------------------------------------------------------------------------------

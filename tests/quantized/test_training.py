@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from tests.quantized.models import (
+    LINEARS,
     assert_same_bytes,
     batch,
     bnb,
     both_ways,
     build,
     kinds,
+    needs_torchao,
     shard,
     train,
 )
@@ -290,3 +294,43 @@ def test_a_model_that_has_trained_before_it_is_sharded(how: str, kind: str) -> N
     bare, model = build(kind), build(kind)
     assert train(bare) == train(model)
     assert_trains_alike(bare, shard(model, how))
+
+
+class OfNF4Tensor(nn.Module):
+    """A linear whose weight is torchao's, which says what ``fully_shard`` all-gathers of it."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        module = "torchao.quantization.quantize_.workflows.nf4.nf4_tensor"
+        self._functions = importlib.import_module(module)
+        whole = self._functions.to_nf4(torch.randn(outputs, inputs), 32, 4)
+        self.weight = nn.Parameter(whole, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = self._functions.linear_nf4(x, self.weight)
+        return product
+
+
+@needs_torchao
+@both_ways
+@ranks(2)
+def test_weights_whose_class_cannot_be_cut_by_rows(how: str) -> None:
+    LINEARS["NF4Tensor"] = OfNF4Tensor
+    assert_trains_alike(build("NF4Tensor"), shard(build("NF4Tensor"), how))
+
+
+@kinds("nf4", "int8", "torchao int8")
+@ranks(2)
+def test_a_compiled_model(kind: str) -> None:
+    bare, model = build(kind), shard(build(kind), "wrapper")
+    compiled = torch.compile(model, backend="aot_eager")
+    assert train(model, forward=compiled) == pytest.approx(train(bare), rel=1e-5)
+
+
+@kinds("nf4", "int8")
+@ranks(2)
+def test_a_pickled_model(kind: str) -> None:
+    bare, model = build(kind), shard(build(kind), "wrapper")
+    train(bare, 1), train(model, 1)
+    read = pickle.loads(pickle.dumps(model))
+    assert torch.equal(read(batch(3)), bare(batch(3)))

@@ -320,7 +320,21 @@ def _pack(
     """Prepare packed parameters; those that say themselves what is all-gathered are left."""
     if PLAIN.issuperset(map(type, parameters)):
         return parameters, {}
-    return pack(root, parameters, leave=is_extended)
+    return pack(root, parameters, leave=_shards_itself)
+
+
+def _shards_itself(parameter: nn.Parameter) -> bool:
+    """True if a parameter's class can be cut by rows and says what is all-gathered of them.
+
+    That of torchao's NF4Tensor says so, but cannot be cut anywhere.
+    """
+    if not is_extended(parameter):
+        return False
+    try:
+        parameter.detach().narrow(0, 0, min(1, len(parameter)))
+    except NotImplementedError:
+        return parameter.requires_grad
+    return True
 
 
 def _named(
