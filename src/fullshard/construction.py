@@ -21,8 +21,10 @@ from .engine.init.build import (
     managed_parameters,
     parameter_order,
 )
+from .engine.init.packing import PLAIN, pack, packings_of, tensors_beside
 from .engine.init.validation import check_unit
 from .engine.params.handle import REQUIRES_GRAD
+from .engine.params.packed import Packing
 from .engine.params.tensor_parallel import Distribution, localize
 from .engine.runtime.policy import UnitOptions
 from .engine.runtime.unit import Unit
@@ -30,8 +32,6 @@ from .state.model.deferred_init import check_initializable, forget, materialize
 from .wrap import check_flat_unit_is_uniform
 
 _IS_META = operator.attrgetter("is_meta")
-#: Types of parameters that tensor parallelism has not distributed.
-_PLAIN = {nn.Parameter}
 
 
 class Material(NamedTuple):
@@ -71,6 +71,8 @@ def construct_unit(
     check_unit(module, modules, parameters, options.use_orig_params)
     if not options.use_orig_params and len(set(map(REQUIRES_GRAD, parameters))) > 1:
         check_flat_unit_is_uniform(module, parameters)
+    if not PLAIN.issuperset(map(type, parameters)):
+        packings_of(module, parameters, options.use_orig_params)
     offload, device_id = cpu_offload.offload_params, initial.device_id
     device = compute_device(parameters, device_id, offload, groups.shards.rank())
     if not parameters and device_id is None:
@@ -83,18 +85,26 @@ def construct_unit(
         materialize(module, modules, managed, device, initial.param_init_fn)
         parameters = managed_parameters(module, own, ignored, left)
     distributions: Mapping[nn.Parameter, Distribution] = {}
-    if not _PLAIN.issuperset(map(type, parameters)):
+    packings: Mapping[nn.Parameter, Packing] = {}
+    if not PLAIN.issuperset(map(type, parameters)):
         parameters, distributions = localize(module, parameters, groups)
+        parameters, packings = pack(module, parameters)
     if device_id is not None:
         _move_parameters(parameters, device)
+        for parameter, packing in packings.items():
+            packing.move(parameter, device)
     if device_id is not None or offload:
         _move_buffers(modules, device)
     if initial.sync_module_states:
         for group in filter(None, (groups.shards, groups.copies)):
             buffers = buffers_of(modules)
+            if packings:
+                buffers += tensors_beside(packings)
             broadcast_states(parameters, buffers, group_for(group, device), type(module).__name__)
     order = parameter_order(modules)
-    unit = build_unit(module, parameters, distributions, groups, device, cpu_offload, options)
+    unit = build_unit(
+        module, parameters, distributions, packings, groups, device, cpu_offload, options
+    )
     if deferred and not options.use_orig_params:
         forget(deferred)
     return unit, order

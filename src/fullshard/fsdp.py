@@ -20,6 +20,7 @@ from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy,
 from .construction import Initial, Material, construct_unit
 from .engine.comm.process_groups import ProcessGroups, resolve_groups, strategy_for
 from .engine.init.optimizer_warnings import watch_optimizers, watching
+from .engine.init.packing import PLAIN, packings_of
 from .engine.init.validation import check_modules, check_one_device, note_pieces, note_places
 from .engine.params.handle import _FSDP_USE_FULL_PREC_IN_EVAL
 from .engine.params.locations import WRAPPED_MODULE, clean_tensor_name, own_modules
@@ -154,6 +155,9 @@ class FullyShardedDataParallel(
                 below = [m for m in module.modules() if m not in ignored.modules]
                 check_modules(module, below)
                 check_initializable(module, below, None, param_init_fn)
+                managed = [p for p in module.parameters() if p not in ignored.parameters]
+                if not PLAIN.issuperset(map(type, managed)):
+                    packings_of(module, managed)
                 shared = self._shared_arguments(groups, options, initial)
                 wrap_submodules(module, auto_wrap_policy, type(self), shared, ignored)
                 self._build(module, groups, options, initial)

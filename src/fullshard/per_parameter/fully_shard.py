@@ -16,10 +16,13 @@ from ..api import BackwardPrefetch, MixedPrecision
 from ..engine.comm.collectives import group_for
 from ..engine.comm.process_groups import ProcessGroups
 from ..engine.init.build import group_parameters, managed_parameters
+from ..engine.init.packing import PLAIN, pack
 from ..engine.init.validation import check_modules
 from ..engine.params.extended_handle import ExtendedRowHandle, is_extended
 from ..engine.params.handle import FlatParamHandle
 from ..engine.params.locations import find_locations, own_modules
+from ..engine.params.packed import Packing
+from ..engine.params.packed_handle import PackedRowHandle
 from ..engine.params.row_handle import RowHandle
 from ..engine.params.tensor_parallel import Distribution, localize
 from ..engine.runtime.parts import FewRanks
@@ -129,6 +132,7 @@ class Application:
     ) -> Unit:
         device = data_parallel.device()
         parameters = managed_parameters(root, own_modules(root, is_unit), self.ignored, ())
+        parameters, packings = _pack(root, parameters)
         _move_states(modules, parameters, self.ignored, device)
         parameters, distributions = self._localize(root, parameters, data_parallel)
         dims = _dims(root, parameters, data_parallel, self.placement_of)
@@ -150,6 +154,7 @@ class Application:
             parameters,
             dims,
             distributions,
+            packings,
             data_parallel,
             device,
             offloads,
@@ -309,6 +314,29 @@ def _dims(
     return dims
 
 
+def _pack(
+    root: nn.Module, parameters: list[nn.Parameter]
+) -> tuple[list[nn.Parameter], dict[nn.Parameter, Packing]]:
+    """Prepare packed parameters; those that say themselves what is all-gathered are left."""
+    if PLAIN.issuperset(map(type, parameters)):
+        return parameters, {}
+    return pack(root, parameters, leave=_shards_itself)
+
+
+def _shards_itself(parameter: nn.Parameter) -> bool:
+    """True if a parameter's class can be cut by rows and says what is all-gathered of them.
+
+    That of torchao's NF4Tensor says so, but cannot be cut anywhere.
+    """
+    if not is_extended(parameter):
+        return False
+    try:
+        parameter.detach().narrow(0, 0, min(1, len(parameter)))
+    except NotImplementedError:
+        return parameter.requires_grad
+    return True
+
+
 def _named(
     root: nn.Module, parameters: Sequence[nn.Parameter]
 ) -> Iterable[tuple[str, nn.Parameter]]:
@@ -321,6 +349,7 @@ def _handles(
     parameters: list[nn.Parameter],
     dims: dict[nn.Parameter, int],
     distributions: dict[nn.Parameter, Distribution],
+    packings: dict[nn.Parameter, Packing],
     data_parallel: DataParallelMesh,
     device: torch.device,
     offloads: bool,
@@ -333,8 +362,10 @@ def _handles(
     make_extended = functools.partial(
         ExtendedRowHandle, mesh=data_parallel.mesh_of_gathers, policy=policy
     )
+    make_packed = functools.partial(PackedRowHandle, packings=packings)
+    grouped = group_parameters(plain, use_orig_params=True, packed=packings)
     groups: list[tuple[Any, list[nn.Parameter]]] = [
-        *((RowHandle, group) for group in group_parameters(plain, use_orig_params=True)),
+        *((make_packed if group[0] in packings else RowHandle, group) for group in grouped),
         *((make_extended, group) for group in group_parameters(extended, use_orig_params=True)),
     ]
     return [

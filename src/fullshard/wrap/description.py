@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -129,16 +129,40 @@ def _groups(
     for parameter in parameters:
         # With use_orig_params=False the constructor rejects units that mix both.
         trainable = parameter.requires_grad if use_orig_params else None
-        sorted_by_kind.setdefault((parameter.dtype, trainable), []).append(parameter)
+        kind = (_stored(parameter).dtype, trainable, _is_packed(parameter))
+        sorted_by_kind.setdefault(kind, []).append(parameter)
     return [
         _Group(
-            numels=tuple(parameter.numel() for parameter in members),
-            rows=tuple(map(_rows, members)),
-            item_bytes=members[0].element_size(),
-            compute_item_bytes=(compute or members[0].dtype).itemsize,
+            numels=tuple(_stored(parameter).numel() for parameter in members),
+            rows=tuple(_rows(_stored(parameter)) for parameter in members),
+            item_bytes=_stored(members[0]).element_size(),
+            compute_item_bytes=(
+                (None if _is_packed(members[0]) else compute) or _stored(members[0]).dtype
+            ).itemsize,
         )
         for members in sorted_by_kind.values()
     ]
+
+
+def _is_packed(parameter: Any) -> bool:
+    """True for a quantised weight, whose packed elements are sharded as they are."""
+    if type(parameter) is nn.Parameter or parameter.requires_grad:
+        return False
+    of_bitsandbytes = type(parameter).__module__.partition(".")[0] == "bitsandbytes"
+    others = ("placements", "fsdp_pre_all_gather")  # of DTensors, and of other mechanisms
+    wraps = hasattr(parameter, "__tensor_flatten__")
+    return of_bitsandbytes or (wraps and not any(hasattr(parameter, name) for name in others))
+
+
+def _stored(parameter: Any) -> torch.Tensor:
+    """What is sharded of a parameter: itself, or the bytes of the tensors that it wraps."""
+    if not (_is_packed(parameter) and hasattr(parameter, "__tensor_flatten__")):
+        return cast(torch.Tensor, parameter)
+    inner = [getattr(parameter, name) for name in parameter.__tensor_flatten__()[0]]
+    end = 0
+    for tensor in inner:
+        end = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES + tensor.numel() * tensor.itemsize
+    return torch.empty(end, dtype=torch.uint8, device="meta")
 
 
 def _rows(parameter: Any) -> int:
@@ -175,7 +199,7 @@ def describe_unit(
         ),
         parameters=len(decision.managed),
         elements=sum(parameter.numel() for parameter in decision.managed),
-        bytes=sum(p.numel() * p.element_size() for p in decision.managed),
+        bytes=sum(s.numel() * s.element_size() for s in map(_stored, decision.managed)),
         shard_elements=sum(shards),
         shard_bytes=sum(s * g.item_bytes for s, g in zip(shards, groups, strict=True)),
         gathered_bytes=sum(

@@ -18,6 +18,8 @@ from ..params.locations import (
     clean_tensor_name,
     find_locations,
 )
+from ..params.packed import Packing
+from ..params.packed_handle import PackedFlatHandle
 from ..params.tensor_parallel import Distribution
 from ..runtime.policy import UnitOptions
 from ..runtime.unit import Unit
@@ -62,7 +64,9 @@ def managed_parameters(
 
 
 def group_parameters(
-    parameters: Iterable[nn.Parameter], use_orig_params: bool
+    parameters: Iterable[nn.Parameter],
+    use_orig_params: bool,
+    packed: Collection[nn.Parameter] = (),
 ) -> list[list[nn.Parameter]]:
     """Parameters that can share a flat buffer, together, in order of first appearance."""
     if not use_orig_params:
@@ -70,7 +74,8 @@ def group_parameters(
         return [everything] if everything else []
     groups: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
-        groups.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
+        kind = (parameter.dtype, parameter.requires_grad, parameter in packed)
+        groups.setdefault(kind, []).append(parameter)
     return list(groups.values())
 
 
@@ -165,6 +170,7 @@ def build_unit(
     module: nn.Module,
     parameters: list[nn.Parameter],
     distributions: Mapping[nn.Parameter, Distribution],
+    packings: Mapping[nn.Parameter, Packing],
     groups: ProcessGroups,
     device: torch.device,
     cpu_offload: CPUOffload,
@@ -172,14 +178,18 @@ def build_unit(
 ) -> Unit:
     """Flatten and shard ``parameters`` of ``module``; the module is changed in place.
 
-    ``distributions`` says of which parameters these are the local parts only.
+    ``distributions`` says of which parameters these are the local parts only, and ``packings``
+    of which they are packed elements.
     """
-    grouped = group_parameters(parameters, options.use_orig_params)
+    grouped = group_parameters(parameters, options.use_orig_params, packings)
     places = find_locations(module, parameters) if parameters else {}
     precision = options.mixed_precision
     handles: list[FlatParamHandle] = []
     for group in grouped:
-        handle = FlatParamHandle(
+        make: Any = FlatParamHandle
+        if group[0] in packings:
+            make = functools.partial(PackedFlatHandle, packings=packings)
+        handle = make(
             group,
             module,
             device,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .layout import Layout
-from .tensor_parallel import Distributions, as_shown
+from .tensor_parallel import Presentations, as_shown
 from .unused_parameters import find_grid
 
 
@@ -78,7 +78,8 @@ class ReduceBuffer(FlatBuffer):
 class FullBuffer(FlatBuffer):
     """Full parameters, as ``views``; ``shown`` is what the module computes with.
 
-    Those are the views, or DTensors made of them where parameters are distributed. ``own`` is the
+    Those are the views, or what ``presentations`` make of them: DTensors where parameters are
+    distributed, objects of their class where they are packed. ``own`` is the
     part that this rank's shard fills. An all-gather into the buffer sends ``gather_input``: the
     shard itself, or, where dtype or device differ, ``own``, after ``filled_from`` (the shard) was
     copied into it, so that the cast takes no memory beside the buffer's own.
@@ -102,10 +103,10 @@ class FullBuffer(FlatBuffer):
         shard: torch.Tensor,
         dtype: torch.dtype,
         device: torch.device,
-        distributions: Distributions = (),
+        presentations: Presentations = (),
     ) -> None:
         self._rank = rank
-        self._distributions = distributions
+        self._presentations = presentations
         self.world_size = layout.world_size
         super().__init__(layout, dtype, device)
         fits = shard.dtype == dtype and shard.device == self.flat.device
@@ -117,7 +118,7 @@ class FullBuffer(FlatBuffer):
         self.own = self.alias[start : start + layout.shard_numel]
         self.gather_output = self.alias
         self.views = [self.flat.as_strided(s.shape, s.stride, s.offset) for s in layout.slots]
-        self.shown = as_shown(self.views, self._distributions)
+        self.shown = as_shown(self.views, self._presentations)
 
     def copy_out(self) -> None:
         """Bring what was gathered to where full parameters are; nothing, where it is there."""
@@ -147,10 +148,10 @@ class ShardBackedBuffer(FullBuffer):
     is_standing = True
 
     def __init__(
-        self, layout: Layout, shard: torch.Tensor, distributions: Distributions = ()
+        self, layout: Layout, shard: torch.Tensor, presentations: Presentations = ()
     ) -> None:
         self._rank = 0
-        self._distributions = distributions
+        self._presentations = presentations
         self.world_size = 1
         with torch.inference_mode(False), torch.no_grad():
             self.flat = shard

@@ -22,8 +22,9 @@ from .flat_parameter import FlatParameter, HandleReference
 from .flattening import check_uniform, cuts, flat_strides, flattened, own_part
 from .layout import FlatParamShardMetadata, Layout, Piece, alignment_elements
 from .locations import ParameterLocation, containers_of, find_locations
+from .presentation import Presentation
 from .replacements import refuse_replaced_views
-from .tensor_parallel import Distribution, Distributions, distributions_of, local_part
+from .tensor_parallel import Distribution, distributions_of, local_part
 from .unused_parameters import Presence
 from .write_back import WriteBack
 
@@ -46,7 +47,7 @@ class Dtypes(NamedTuple):
     reduce: torch.dtype
 
 
-class FlatParamHandle(WriteBack):
+class FlatParamHandle(Presentation, WriteBack):
     """Owns one group's memory.
 
     ``params`` are flattened on construction; :meth:`shard` then keeps this rank's part only, or
@@ -97,8 +98,6 @@ class FlatParamHandle(WriteBack):
         if places is None:
             places = find_locations(module, self.params)
         self.places = [places[p] for p in self.params]
-        #: How tensor parallelism distributed each parameter; empty where it distributed none.
-        self.distributions: Distributions = ()
         if distributions:
             self.distributions = distributions_of(self.params, distributions)
         self._set_dtypes(self.params[0].dtype)
@@ -262,10 +261,6 @@ class FlatParamHandle(WriteBack):
         """The original parameters that this rank's shard touches."""
         return self.layout.metadata(self.flat_param._shard_param_infos)
 
-    def distribution(self, index: int) -> Distribution | None:
-        """The distribution that tensor parallelism gave a parameter; None if it gave none."""
-        return self.distributions[index] if self.distributions else None
-
     def whole_shape(self, index: int) -> torch.Size:
         """The shape of a parameter as users wrote it, before anybody took parts of it."""
         distribution = self.distribution(index)
@@ -301,11 +296,11 @@ class FlatParamHandle(WriteBack):
         """The full buffer of ``dtype``, made at its first use."""
         buffer = self.full_buffers.get(dtype)
         if buffer is None:
-            layout, shard, distributions = self.layout, self.shard_tensor, self.distributions
+            layout, shard, shown_as = self.layout, self.shard_tensor, self.presentations()
             if layout.world_size == 1 and self._stands(dtype):
-                buffer = ShardBackedBuffer(layout, shard, distributions)
+                buffer = ShardBackedBuffer(layout, shard, shown_as)
             else:
-                buffer = FullBuffer(layout, self.rank, shard, dtype, self.device, distributions)
+                buffer = FullBuffer(layout, self.rank, shard, dtype, self.device, shown_as)
             self.full_buffers[dtype] = buffer
         return buffer
 

@@ -356,11 +356,12 @@ class RowHandle(FlatParamHandle):
             kind: Any = FullBuffer
             if self.layout.world_size > 1:
                 kind = functools.partial(RowFullBuffer, memory=self._gather_memory)
+            shown_as = self.presentations()
             if self.layout.world_size == 1 and self._stands(dtype):
-                buffer = ShardBackedBuffer(self.layout, self.shard_tensor, self.distributions)
+                buffer = ShardBackedBuffer(self.layout, self.shard_tensor, shown_as)
             else:
                 shard, device = self.shard_tensor, self.device
-                buffer = kind(self.layout, self.rank, shard, dtype, device, self.distributions)
+                buffer = kind(self.layout, self.rank, shard, dtype, device, shown_as)
             self.full_buffers[dtype] = buffer
         return buffer
 

@@ -133,13 +133,17 @@ def local_part(tensor: Any) -> torch.Tensor:
     return local
 
 
-def as_shown(views: list[torch.Tensor], distributions: Distributions) -> list[torch.Tensor]:
+#: What makes the object that a module computes with of a view, with ``assemble``; as above.
+Presentations = Sequence[Any]
+
+
+def as_shown(views: list[torch.Tensor], presentations: Presentations) -> list[torch.Tensor]:
     """Full parameters as the module's code expects them: distributed ones as DTensors."""
-    if not distributions:
+    if not presentations:
         return views
     return [
-        view if distribution is None else distribution.assemble(view)
-        for view, distribution in zip(views, distributions, strict=True)
+        view if presentation is None else presentation.assemble(view)
+        for view, presentation in zip(views, presentations, strict=True)
     ]
 
 

@@ -34,8 +34,9 @@ from .storage import empty
 
 #: The number of names that an error lists.
 _SHOWN = 8
-#: The name of ``get_extra_state``'s value in a state dict; its shape may change.
-_EXTRA_STATE = "_extra_state"
+#: How the names of values end whose shape may change: that of ``get_extra_state``, and the facts of
+#: a 4-bit weight, which bitsandbytes writes as text.
+_CHANGES_SHAPE = ("_extra_state", "quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
 
 
 def optimizers_in(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -128,7 +129,7 @@ def check_same_model(own: Mapping[str, Any], manifest: Manifest, where: str) -> 
         problems.append(f"the model has no {_some(unexpected)}")
     shapes, others = [], []
     for name, value in own.items():
-        if name not in saved or name.endswith(_EXTRA_STATE) or not _is_tensor(value):
+        if name not in saved or name.endswith(_CHANGES_SHAPE) or not _is_tensor(value):
             continue
         table = _table(saved[name], manifest)
         if table is None:

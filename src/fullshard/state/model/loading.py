@@ -40,6 +40,12 @@ class ShardLoader:
     def add(self, key: str, handle: FlatParamHandle, index: int, value: Any) -> None:
         """Add a value to be stored, or report that it does not fit the parameter."""
         shape = handle.whole_shape(index)
+        if isinstance(value, torch.Tensor) and not is_sharded(value):
+            try:
+                value = handle.packed(index, value)
+            except ValueError as error:
+                self._report.errors.append(f"cannot load the parameter {key}: {error}")
+                return
         if not isinstance(value, torch.Tensor) and is_tensor_like(value):
             # Some libraries' state dicts have objects that read their tensor when torch uses them.
             value = torch.detach(value)

@@ -141,12 +141,12 @@ class _SummonedGroup:
             self._parameters = list(handle.params)
             for parameter, view in zip(handle.params, views, strict=True):
                 parameter.data = view
-            self._show_distributed()
+            self._show_hidden()
             # Programs read the flat parameter's size, which includes alignment and padding here.
             handle.flat_param.data = flat
         else:
             trains = handle.flat_param.requires_grad
-            shown = as_shown(views, handle.distributions)
+            shown = as_shown(views, handle.presentations())
             self._parameters = [nn.Parameter(view, requires_grad=trains) for view in shown]
             self._register(self._parameters)
             # Code that holds the flat parameter sees, and changes, the same full values.
@@ -156,12 +156,12 @@ class _SummonedGroup:
         self._with_gradient: set[int] = set()
         self._shows_gradients = False
 
-    def _show_distributed(self) -> None:
-        """Register DTensors in place of the plain parameters that hold tensor-parallel parts."""
-        for index, distribution in enumerate(self._handle.distributions):
-            if distribution is not None:
+    def _show_hidden(self) -> None:
+        """Register DTensors, and objects that wrap others, in place of plain parameters."""
+        for index, presentation in enumerate(self._handle.presentations()):
+            if self._handle.is_hidden(index):
                 plain = self._parameters[index]
-                shown = nn.Parameter(distribution.assemble(plain), plain.requires_grad)
+                shown = nn.Parameter(presentation.assemble(plain), plain.requires_grad)
                 self._parameters[index] = shown
                 for place in self._handle.places[index]:
                     place.module._parameters[place.name] = shown
@@ -226,7 +226,7 @@ class _SummonedGroup:
 
     def _kept(self, index: int, shown: nn.Parameter) -> nn.Parameter:
         """The parameter to keep for ``shown``: itself, or the plain one behind a DTensor."""
-        return self._handle.params[index] if self._handle.distribution(index) else shown
+        return self._handle.params[index] if self._handle.is_hidden(index) else shown
 
     def _store(self, found: Sequence[nn.Parameter | None]) -> None:
         """Copy this rank's part of the full parameters into the shard."""
@@ -238,10 +238,12 @@ class _SummonedGroup:
             assert parameter is not None
             if not handle.use_orig_params:
                 refuse_tie(handle.places[index][0], self._parameters[index], parameter)
-            local = local_part(parameter)
+            local = handle.packed(index, local_part(parameter))
             # Also on ranks without a piece of the parameter, so that all ranks raise the error:
             # those that went on would wait for the others in the next collective.
             check_shape("parameter", handle.places[index][0], self._views[index], local)
+            if parameter is not self._parameters[index]:
+                handle.adopt_replacement(index, parameter)
             if piece.in_shard:
                 store_own_part(handle, index, local)
 

@@ -25,9 +25,12 @@ class SummonedRows:
         self._handle = handle
         self._views = [view.to("cpu") if to_cpu else view for view in buffer.views]
         self._parameters = [
-            nn.Parameter(shown, requires_grad=parameter.requires_grad)
+            # Of a class of parameters already, whose attributes a new one would lack.
+            shown
+            if isinstance(shown, nn.Parameter)
+            else nn.Parameter(shown, requires_grad=parameter.requires_grad)
             for shown, parameter in zip(
-                as_shown(self._views, handle.distributions), handle.params, strict=True
+                as_shown(self._views, handle.presentations()), handle.params, strict=True
             )
         ]
         handle.show(self._parameters)
@@ -67,9 +70,11 @@ class SummonedRows:
     def _store(self, found: Sequence[nn.Parameter]) -> None:
         handle = self._handle
         for index, parameter in enumerate(found):
-            local = local_part(parameter)
+            local = handle.packed(index, local_part(parameter))
             # All of it, on every rank, so that all ranks raise the error.
             check_shape("parameter", handle.places[index][0], self._views[index], local)
+            if parameter is not self._parameters[index]:
+                handle.adopt_replacement(index, parameter)
             handle.store(index, local)
             handle.params[index].requires_grad_(parameter.requires_grad)
 

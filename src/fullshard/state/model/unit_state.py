@@ -142,7 +142,10 @@ class UnitState:
         for handle, index in dict.fromkeys(p for names in wanted.values() for p in names.values()):
             if handle in full:
                 distribution = handle.distribution(index)
-                copies[handle, index] = self.saved_copy(full[handle][index], config, distribution)
+                copy = self.saved_copy(full[handle][index], config, distribution)
+                if not sharded_tensors.is_sharded(copy):
+                    copy = handle.saved(index, copy)
+                copies[handle, index] = copy
         return {
             module: {name: copies[place] for name, place in names.items() if place in copies}
             for module, names in wanted.items()
@@ -240,4 +243,8 @@ class UnitState:
 def _summoned(handle: FlatParamHandle) -> list[torch.Tensor]:
     """The full parameters that ``summon_full_params`` shows now, with the user's changes."""
     found = [places[0].module._parameters[places[0].name] for places in handle.places]
-    return [local_part(parameter.detach()) for parameter in found if parameter is not None]
+    return [
+        handle.packed(index, local_part(parameter.detach()))
+        for index, parameter in enumerate(found)
+        if parameter is not None
+    ]
