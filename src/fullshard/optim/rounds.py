@@ -41,8 +41,6 @@ class Round:
         marks = [_mark_of(parcel) for parcel in values]
         self._there = routes.to_owners([*values, *values, *marks], rank, size)
         self._back = routes.from_owners(values, rank, size)
-        numels = [each.numel for each in self._mine]
-        self._wholes = [*numels, *numels, *(_mark_of(each.parcel).numel for each in self._mine)]
         self._pending: Callable[[], None] = _nothing
         self._received: torch.Tensor = torch.empty(0)
         #: Whether this rank has a gradient, for each of the parameters; None where it has no piece.
@@ -68,9 +66,10 @@ class Round:
 
     def step(self) -> None:
         """Step this rank's parameters of the round, and begin to send them back."""
-        cut = self._receive(self._there, self._wholes)
+        # Each in memory of its own, so that it is aligned as any tensor is.
+        found = list(map(torch.cat, self._receive(self._there)))
         count = len(self._mine)
-        values, gradients, marks = cut[:count], cut[count : 2 * count], cut[2 * count :]
+        values, gradients, marks = found[:count], found[count : 2 * count], found[2 * count :]
         for each, value, gradient, mark in zip(self._mine, values, gradients, marks, strict=True):
             present = self._present.get(each)
             if present is None:
@@ -87,11 +86,10 @@ class Round:
 
     def finish(self) -> None:
         """Put the new values of this rank's pieces in place."""
-        held = [each for each in self.parameters if each.holds_piece]
-        parts = self._receive(self._back, [each.parcel.sizes[self.group.rank] for each in held])
-        pieces = [each.piece() for each in held]
+        parts = [part for (part,) in self._receive(self._back)]
+        pieces = [each.piece() for each in self.parameters if each.holds_piece]
         if pieces:
-            torch._foreach_copy_(pieces, list(parts))
+            torch._foreach_copy_(pieces, parts)
 
     def _send(self, journey: Journey, cuts: Sequence[torch.Tensor | None]) -> None:
         pieces = [cuts[index] for index in journey.order]
@@ -102,12 +100,12 @@ class Round:
             received, sent, journey.received, journey.sent, self.name
         )
 
-    def _receive(self, journey: Journey, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-        """What has arrived, in the order of parcels, cut into ``sizes``."""
+    def _receive(self, journey: Journey) -> list[list[torch.Tensor]]:
+        """The parts of each parcel that has arrived, in the order of parcels."""
         pending, self._pending = self._pending, _nothing
         pending()
         received, self._received = self._received, torch.empty(0)
-        return arranged(received, journey).split(list(sizes))
+        return arranged(received, journey)
 
 
 def joined(
@@ -119,12 +117,10 @@ def joined(
     return torch.cat(list(pieces)).to(device, dtype)
 
 
-def arranged(received: torch.Tensor, journey: Journey) -> torch.Tensor:
-    """What was received, in the order of parcels."""
-    if not journey.parts:
-        return received
-    parts = received.split(list(journey.parts))
-    return torch.cat([parts[place] for place in journey.places])
+def arranged(received: torch.Tensor, journey: Journey) -> list[list[torch.Tensor]]:
+    """The parts of each parcel that was received, in the order of parcels."""
+    parts = received.split(list(journey.parts)) if journey.parts else ()
+    return [[parts[place] for place in places] for places in journey.places]
 
 
 def _mark_of(parcel: Parcel) -> Parcel:

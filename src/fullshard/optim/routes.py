@@ -39,8 +39,8 @@ class Journey:
     """One all-to-all, as one rank sees it.
 
     The rank cuts what it has into ``cuts``, and sends those of them that ``order`` lists, with
-    ``sent`` elements for each rank. It receives ``received`` elements from each, cuts them into
-    ``parts``, and puts them in the order of ``places``.
+    ``sent`` elements for each rank. It receives ``received`` elements from each, and cuts them into
+    ``parts``. ``places`` has the parts of each parcel that arrives, in the parcels' order.
     """
 
     cuts: tuple[int, ...]
@@ -48,7 +48,7 @@ class Journey:
     sent: tuple[int, ...]
     received: tuple[int, ...]
     parts: tuple[int, ...]
-    places: tuple[int, ...]
+    places: tuple[tuple[int, ...], ...]
 
 
 def to_owners(parcels: Sequence[Parcel], rank: int, ranks: int) -> Journey:
@@ -73,7 +73,7 @@ def to_owners(parcels: Sequence[Parcel], rank: int, ranks: int) -> Journey:
                 found.setdefault(index, []).append(len(parts))
                 parts.append(travels(parcel, source))
                 received[source] += travels(parcel, source)
-    places = [part for index in sorted(found) for part in found[index]]
+    places = [tuple(found[index]) for index in sorted(found)]
     return Journey(
         tuple(parcel.sizes[rank] for parcel in parcels),
         tuple(order),
@@ -85,10 +85,7 @@ def to_owners(parcels: Sequence[Parcel], rank: int, ranks: int) -> Journey:
 
 
 def from_owners(parcels: Sequence[Parcel], rank: int, ranks: int) -> Journey:
-    """From all of each parcel that ``rank`` owns to pieces, one per parcel of which it holds any.
-
-    ``places`` are in the order of the parcels.
-    """
+    """From all of each parcel that ``rank`` owns to its pieces, one of each parcel that has one."""
     cuts: list[int] = []
     cut_of: dict[tuple[int, int], int] = {}
     for index, parcel in enumerate(parcels):
@@ -114,5 +111,5 @@ def from_owners(parcels: Sequence[Parcel], rank: int, ranks: int) -> Journey:
                 part_of[index] = len(parts)
                 parts.append(parcel.sizes[rank])
                 received[source] += parcel.sizes[rank]
-    places = tuple(part_of[index] for index in sorted(part_of))
+    places = tuple((part_of[index],) for index in sorted(part_of))
     return Journey(tuple(cuts), tuple(order), tuple(sent), tuple(received), tuple(parts), places)

@@ -88,24 +88,28 @@ def hidden_matrices(model: nn.Module, found: list[Found]) -> set[Found]:
     """
     outermost = units_in(model)[0]
     is_nested = any(each.unit is not outermost for each in found)
-    output = getattr(model, "get_output_embeddings", lambda: None)()
+    edges = embeddings_and_heads(model)
     return {
         each
         for each in found
         if len(each.shape) == 2
         and not (is_nested and each.unit is outermost)
-        and not any(
-            isinstance(place.module, _EMBEDDINGS)
-            or place.module is output
-            or _is_head(model, place.module)
-            for place in each.handle.places[each.index]
-        )
+        and not any(place.module in edges for place in each.handle.places[each.index])
     }
 
 
-def _is_head(model: nn.Module, module: nn.Module) -> bool:
-    path = next((name for name, found in model.named_modules() if found is module), "")
-    return clean_tensor_name(path).rpartition(".")[2] in _HEADS
+def embeddings_and_heads(model: nn.Module) -> set[nn.Module]:
+    """The modules that turn tokens into vectors, and vectors into scores.
+
+    A head is what ``get_output_embeddings`` returns, or goes by a usual name outside all layers.
+    """
+    found = {getattr(model, "get_output_embeddings", lambda: None)()}
+    for path, module in model.named_modules():
+        *parents, name = clean_tensor_name(path).split(".")
+        is_head = name in _HEADS and not any(map(str.isdigit, parents))
+        if is_head or isinstance(module, _EMBEDDINGS):
+            found.add(module)
+    return found
 
 
 def _managed(model: nn.Module) -> list[Found]:

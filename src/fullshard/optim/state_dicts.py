@@ -61,7 +61,7 @@ def saved_state_dict(
     twins: Twins, rounds: Sequence[Round], rest: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
     """The state dict of both optimizers; all ranks call this."""
-    owned = _owned_states(twins, rounds)
+    owned = _owned_states(rounds)
     found: States = {}
     with torch.no_grad():
         for group, members in _by_group(rounds):
@@ -85,15 +85,18 @@ def saved_state_dict(
     return {"state": state, "param_groups": options}
 
 
-def _owned_states(twins: Twins, rounds: Sequence[Round]) -> States:
-    """The state of the parameters that this rank owns, as their optimizers save it."""
-    found: States = {}
-    for each in rounds:
-        saved = each.optimizer.state_dict()["state"]
-        for position, value in saved.items():
-            if value:
-                found[twins.parameters[position]] = dict(value)
-    return found
+def _owned_states(rounds: Sequence[Round]) -> States:
+    """The state of the parameters that this rank owns.
+
+    As optimizers hold it, not as they save it: those of bitsandbytes put tensors of a parameter's
+    shape into a dict, which could not be cut.
+    """
+    return {
+        member: dict(each.optimizer.state[member.stand_in])
+        for each in rounds
+        for member in each.parameters
+        if each.optimizer.state.get(member.stand_in)
+    }
 
 
 def _by_group(rounds: Sequence[Round]) -> Iterator[tuple[Group, list[WholeParameter]]]:
@@ -213,9 +216,8 @@ def _pieces_from_owners(
         if each.is_mine:
             cuts += each.cuts_of(each.pieces_of(wholes[each].to(each.device)))
     held = [each for each in parameters if each.holds_piece]
-    sizes = [each.parcel.sizes[group.rank] for each in held]
-    parts = _exchanged(group, journey, cuts, dtype, parameters[0].device).split(sizes)
-    found = {each: part.clone() for each, part in zip(held, parts, strict=True)}
+    arrived = _exchanged(group, journey, cuts, dtype, parameters[0].device)
+    found = {each: part.clone() for each, (part,) in zip(held, arrived, strict=True)}
     for each in parameters:
         if each.is_cut_in_rows and each not in found:
             found[each] = torch.empty(0, dtype=dtype, device=each.device)
@@ -232,9 +234,8 @@ def _wholes_at_owners(
     journey = routes.to_owners([each.parcel for each in parameters], group.rank, group.size)
     cuts = [pieces[each].to(each.device) if each.holds_piece else None for each in parameters]
     mine = [each for each in parameters if each.is_mine]
-    flat = _exchanged(group, journey, cuts, dtype, parameters[0].device)
-    parts = flat.split([each.numel for each in mine])
-    return {each: each.whole(part).clone() for each, part in zip(mine, parts, strict=True)}
+    arrived = _exchanged(group, journey, cuts, dtype, parameters[0].device)
+    return {each: each.whole(torch.cat(parts)) for each, parts in zip(mine, arrived, strict=True)}
 
 
 def _exchanged(
@@ -243,7 +244,7 @@ def _exchanged(
     cuts: Sequence[torch.Tensor | None],
     dtype: torch.dtype,
     device: torch.device,
-) -> torch.Tensor:
+) -> list[list[torch.Tensor]]:
     chosen = (cuts[index] for index in journey.order)
     sent = joined([each for each in chosen if each is not None], dtype, device)
     received = sent.new_empty(sum(journey.received))

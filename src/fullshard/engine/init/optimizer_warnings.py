@@ -105,10 +105,10 @@ def _warn(
         what = "flat parameters, each of which is several of the model's"
     warnings.warn(
         f"{type(optimizer).__name__} {reason}, but {len(found)} of the tensors it was given are "
-        f"{what}: it trains differently from how it would train the whole model, or fails. {advice} "
-        "optimizer that updates element by element, such as AdamW or SGD; or let every rank "
-        "hold whole parameters, with sharding_strategy=NO_SHARD and use_orig_params=True, or with "
-        "ignored_states for those of this optimizer",
+        f"{what}: it trains differently from how it would train the whole model, or fails. "
+        f"{advice} optimizer that updates element by element, such as AdamW or SGD; or let every "
+        "rank hold whole parameters, with sharding_strategy=NO_SHARD and use_orig_params=True, or "
+        "with ignored_states for those of this optimizer",
         UserWarning,
         stacklevel=4,
     )
