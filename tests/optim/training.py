@@ -136,6 +136,13 @@ def full_values(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor 
     return found
 
 
+def full_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Copies of all gradients, unsharded."""
+    if isinstance(model, FSDP):
+        return {name: gradient for name, (_, gradient) in full_values(model).items()}
+    return {name: _full(parameter.grad) for name, parameter in model.named_parameters()}
+
+
 def _full(tensor: Any) -> Any:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -152,9 +159,9 @@ class Reference:
         self.parameters = dict(bare.named_parameters())
 
     def take_gradients(self) -> None:
-        found = full_values(self.model)
+        found = full_gradients(self.model)
         if dist.get_rank() == 0:
-            for name, (_, gradient) in found.items():
+            for name, gradient in found.items():
                 self.parameters[name].grad = gradient
 
     def step(self) -> None:

@@ -73,15 +73,12 @@ class WholeParameter:
         found = self.parameter.grad
         if found is None:
             return None
-        flat = self._flat(local_part(found).detach())
-        expected = self.parcel.sizes[self.group.rank]
-        if flat.numel() != expected:
+        if self._handle.local_gradients:
             raise RuntimeError(
-                f"The gradient of {self.name} has {flat.numel()} elements on this rank, and its "
-                f"piece of the parameter has {expected}. Step after a backward whose gradients are "
-                "reduced: not inside no_sync(), nor with set_requires_gradient_sync(False)"
+                f"The gradient of {self.name} is not reduced over the ranks yet, since the last "
+                "backward was inside no_sync(). Step after a backward outside of it"
             )
-        return flat
+        return self._flat(local_part(found).detach())
 
     def _flat(self, piece: torch.Tensor) -> torch.Tensor:
         if piece.dim() == 1:

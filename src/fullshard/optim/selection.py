@@ -105,7 +105,7 @@ def embeddings_and_heads(model: nn.Module) -> set[nn.Module]:
     """
     found = {getattr(model, "get_output_embeddings", lambda: None)()}
     for path, module in model.named_modules():
-        *parents, name = clean_tensor_name(path).split(".")
+        *parents, name = clean_tensor_name(f"{path}.").rstrip(".").split(".")
         is_head = name in _HEADS and not any(map(str.isdigit, parents))
         if is_head or isinstance(module, _EMBEDDINGS):
             found.add(module)
