@@ -19,6 +19,9 @@ PROGRAMS: dict[str, list[str]] = {
     "cpu_collectives": ["--ranks", "2", "--model", "toy", "--rounds", "2", "--steps", "1"],
     "profile_step": ["--case", "toy@8", "--steps", "2"],
     "overlap": ["--case", "toy@8", "--bandwidths", "0.01", "--rounds", "1", "--steps", "2"],
+    "whole_tensors": [
+        *("--cases", "toy@2", "--networks", "0", "0.01", "--rounds", "2", "--steps", "1"),
+    ],
     "growth": [
         *("--units", "2", "4", "--parameters", "1", "2", "--ranks", "8", "16"),
         *("--rounds", "2", "--steps", "1"),
@@ -179,3 +182,15 @@ def test_pictures_are_drawn_from_what_was_written(results: Any, tmp_path: Path) 
     assert process.returncode == 0, printed
     for name in names.values():
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_optimizers_of_whole_tensors_are_compared_over_every_network(results: Any) -> None:
+    printed, written = results["whole_tensors"]
+    assert "toy@2, collectives that return at once" in printed
+    found = written["results"]["toy@2"]
+    assert set(found) == {"0.0", "0.01"}
+    for rows in found.values():
+        assert list(rows) == ["none", "AdamW", "Muon whole", "Muon by hand"]
+        for values in rows.values():
+            assert values["step ms"] > 0
+    assert {"exposed ms"} <= set(found["0.01"]["Muon whole"])

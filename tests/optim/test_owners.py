@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +26,21 @@ def test_no_two_ranks_differ_by_more_than_the_largest_cost(costs: list[float], r
 @given(costs_of_parameters, st.integers(1, 9))
 def test_the_same_costs_have_the_same_owners_everywhere(costs: list[float], ranks: int) -> None:
     assert assign_owners(costs, ranks) == assign_owners(list(costs), ranks)
+
+
+@given(costs_of_parameters, st.integers(1, 9), st.randoms())
+def test_owners_that_hold_a_piece_are_preferred_without_imbalance(
+    costs: list[float], ranks: int, random: Any
+) -> None:
+    holders = [random.sample(range(ranks), random.randint(0, ranks)) for _ in costs]
+
+    owners = assign_owners(costs, ranks, holders)
+
+    loads = [sum(c for c, o in zip(costs, owners, strict=True) if o == r) for r in range(ranks)]
+    assert max(loads) - min(loads) <= max(costs, default=0)
+    if costs and holders[costs.index(max(costs))]:
+        first = costs.index(max(costs))
+        assert owners[first] in holders[first]
 
 
 def test_the_layers_of_a_transformer_are_spread_evenly() -> None:

@@ -187,7 +187,8 @@ def _with_owners(chosen: list[Found], cost: Cost | None) -> list[WholeParameter]
     owners: dict[Found, int] = {}
     for members in _sharing(chosen):
         costs = [_cost(each.name, each.meta(), cost) for each in members]
-        found = assign_owners(costs, members[0].unit.shards.size)
+        holders = [{rank for rank, size in enumerate(each.sizes) if size} for each in members]
+        found = assign_owners(costs, members[0].unit.shards.size, holders)
         owners.update(zip(members, found, strict=True))
     return [WholeParameter(each, owners[each]) for each in chosen]
 

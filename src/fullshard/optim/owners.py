@@ -12,21 +12,26 @@ Note: rounds
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
-def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
+def assign_owners(
+    costs: Sequence[float], ranks: int, holders: Sequence[Collection[int]] = ()
+) -> list[int]:
     """The owner of each parameter: the rank with the least cost so far, for the costliest first.
 
-    No two ranks' sums of costs differ by more than the largest cost.
+    No two ranks' sums of costs differ by more than the largest cost. Of ranks with the same cost so
+    far, one of a parameter's ``holders`` is its owner, if there is one: a rank that has a piece
+    knows whether there is a gradient.
     """
     owners = [0] * len(costs)
-    loads = [(0.0, rank) for rank in range(ranks)]
+    loads = [0.0] * ranks
     for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
-        load, rank = loads[0]
-        owners[item] = rank
-        heapq.heapreplace(loads, (load + costs[item], rank))
+        least = min(loads)
+        free = [rank for rank, load in enumerate(loads) if load == least]
+        held = [rank for rank in free if rank in holders[item]] if holders else []
+        owners[item] = (held or free)[0]
+        loads[owners[item]] += costs[item]
     return owners
 
 

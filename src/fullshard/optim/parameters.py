@@ -41,13 +41,8 @@ class WholeParameter:
         self._handle = found.handle
         self._slot: Slot = found.handle.layout.slots[found.index]
         layout, index = found.handle.layout, found.index
-        is_sharded = found.handle.is_sharded
-        sizes = tuple(
-            layout.pieces(rank)[index].numel if is_sharded else self.numel
-            for rank in range(self.group.size)
-        )
-        self.parcel = Parcel(owner, sizes, is_sharded)
-        self.holds_piece = sizes[self.group.rank] > 0
+        self.parcel = Parcel(owner, found.sizes, found.handle.is_sharded)
+        self.holds_piece = self.parcel.sizes[self.group.rank] > 0
         #: Along which dimension rows are cut, if not along the first.
         self._dim = layout.chunks[index].dim if isinstance(layout, RowLayout) else 0
         self._stride = self._slot.stride

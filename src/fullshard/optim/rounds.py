@@ -70,10 +70,9 @@ class Round:
         found = list(map(torch.cat, self._receive(self._there)))
         count = len(self._mine)
         values, gradients, marks = found[:count], found[count : 2 * count], found[2 * count :]
-        for each, value, gradient, mark in zip(self._mine, values, gradients, marks, strict=True):
-            present = self._present.get(each)
-            if present is None:
-                present = bool(mark.any())
+        self._read_marks(marks)
+        for each, value, gradient in zip(self._mine, values, gradients, strict=True):
+            present = self._present[each]
             each.put_in_place(each.whole(value), each.whole(gradient) if present else None)
         try:
             self.optimizer.step()
@@ -83,6 +82,17 @@ class Round:
         for each, result in zip(self._mine, results, strict=True):
             cuts += each.cuts_of(result)
         self._send(self._back, cuts)
+
+    def _read_marks(self, marks: Sequence[torch.Tensor]) -> None:
+        """Learn of gradients of parameters of which this rank has no piece; the host waits."""
+        unknown = [
+            (each, mark)
+            for each, mark in zip(self._mine, marks, strict=True)
+            if each not in self._present
+        ]
+        if unknown:
+            found = torch.stack([mark.any() for _, mark in unknown]).tolist()
+            self._present.update(zip((each for each, _ in unknown), found, strict=True))
 
     def finish(self) -> None:
         """Put the new values of this rank's pieces in place."""

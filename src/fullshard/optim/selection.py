@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -40,6 +41,14 @@ class Found:
     def shape(self) -> torch.Size:
         """The whole parameter's shape."""
         return self.handle.whole_shape(self.index)
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """How many elements of it each rank holds."""
+        layout, ranks = self.handle.layout, range(self.unit.shards.size)
+        if not self.handle.is_sharded:
+            return tuple(math.prod(self.shape) for _ in ranks)
+        return tuple(layout.pieces(rank)[self.index].numel for rank in ranks)
 
     def meta(self) -> torch.Tensor:
         """A tensor of the whole parameter's shape and dtype, without memory."""
