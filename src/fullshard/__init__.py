@@ -7,6 +7,7 @@ That of ``fully_shard`` and what belongs to it, too.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import optim
 from .api import (
     BackwardPrefetch,
     CPUOffload,
@@ -93,6 +94,7 @@ __all__ = [
     "fully_shard",
     "latest",
     "load",
+    "optim",
     "optim_state_template",
     "register_fsdp_forward_method",
     "replicate",

@@ -21,6 +21,9 @@ PROGRAMS: dict[str, list[str]] = {
     "cpu_collectives": ["--ranks", "2", "--model", "toy", "--rounds", "2", "--steps", "1"],
     "profile_step": ["--case", "toy@8", "--steps", "2"],
     "overlap": ["--case", "toy@8", "--bandwidths", "0.01", "--rounds", "1", "--steps", "2"],
+    "whole_tensors": [
+        *("--cases", "toy@2", "--networks", "0", "0.01", "--rounds", "2", "--steps", "1"),
+    ],
     "growth": [
         *("--units", "2", "4", "--parameters", "1", "2", "--ranks", "8", "16"),
         *("--rounds", "2", "--steps", "1"),
@@ -215,3 +218,15 @@ def test_a_program_for_a_gpu_for_which_no_time_is_left_does_not_begin(tmp_path: 
     assert process.returncode == 1
     assert "profile" in printed
     assert "not run: the time was up" in printed
+
+
+def test_optimizers_of_whole_tensors_are_compared_over_every_network(results: Any) -> None:
+    printed, written = results["whole_tensors"]
+    assert "toy@2, collectives that return at once" in printed
+    found = written["results"]["toy@2"]
+    assert set(found) == {"0.0", "0.01"}
+    for rows in found.values():
+        assert list(rows) == ["none", "AdamW", "Muon whole", "Muon by hand"]
+        for values in rows.values():
+            assert values["step ms"] > 0
+    assert {"exposed ms"} <= set(found["0.01"]["Muon whole"])

@@ -21,10 +21,18 @@ from fullshard.cli.options import Options
 from fullshard.cli.planner.activations import record_step, scratch_bytes
 from fullshard.cli.planner.measure import bytes_of, watch_step
 from fullshard.cli.planner.memory import Event, Facts, Moment, UnitSizes, predict
+from fullshard.cli.planner.optimizer_state import hidden_matrix_sizes, optimizer_factor
 from fullshard.cli.planner.prediction import gpt_subject, predict_memory
-from fullshard.cli.trainer.training import batches_of_step, build_model, make_step
+from fullshard.cli.sharding import wrap_policy
+from fullshard.cli.trainer.training import (
+    batches_of_step,
+    build_model,
+    make_optimizer,
+    make_step,
+)
 from fullshard.engine.runtime.policy import Policy, UnitOptions, policy_for
-from fullshard.testing import device, run_on_ranks
+from fullshard.testing import device, ranks, run_on_ranks
+from fullshard.wrap import describe
 
 CPU = torch.device("cpu")
 
@@ -210,7 +218,7 @@ def measure(options: Options) -> int:
     """The peak of a step of the trainer's own, after two that make what is made once."""
     text = Text(bytes(range(256)) * 16, "all bytes")
     model = build_model(options, device())
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = make_optimizer(options, model)
     run_step = make_step(model, optimizer, options)
     for step in (1, 2):
         run_step(batches_of_step(text, options, step, device()))
@@ -236,6 +244,7 @@ def measure(options: Options) -> int:
         {"checkpoint_activations": True},
         {"offload": True},
         {"accumulate": 2},
+        {"optimizer": "muon"},
         {"wrap": "none"},
         {"wrap": "size=100000", "strategy": "shard_grad_op", "precision": "bfloat16"},
         # Few activations: parameters decide.
@@ -382,3 +391,38 @@ def test_resting_memory_counts_a_storage_once() -> None:
     tensor = torch.zeros(100)
 
     assert bytes_of([tensor, tensor[10:], tensor.view(10, 10)]) == 400
+
+
+# -- optimizer state ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "owned"), [(1, 24), (2, 12), (3, 8), (4, 7)])
+def test_the_state_of_muon_is_that_of_the_rank_that_owns_most(size: int, owned: int) -> None:
+    # Two blocks with matrices of 3, 1, 4 and 4 squares of the width: 24 in all.
+    options = Options(layers=2, width=64, heads=2, optimizer="muon")
+    model, square = gpt_subject(options).model, 64 * 64
+    every = sum(parameter.numel() for parameter in model.parameters())
+    units = ["blocks.0", "blocks.1"]
+
+    found = optimizer_factor("muon", model, units, size, True)
+
+    by_hand = (owned * square * size + 2 * (every - 24 * square)) / every
+    assert found == pytest.approx(by_hand)
+    assert optimizer_factor("adamw", model, units, size, True) == 2.0
+    # Where nothing is sharded, owners have their part of Muon's state all the same.
+    alone = optimizer_factor("muon", model, units, size, False)
+    assert alone == pytest.approx((owned * square + 2 * (every - 24 * square)) / every)
+
+
+@pytest.mark.parametrize("wrap", ["Block", "none", "size=1000"])
+@ranks(2)
+def test_the_planner_knows_the_matrices_that_are_chosen(wrap: str) -> None:
+    options = Options(layers=2, width=64, heads=2, optimizer="muon", wrap=wrap)
+    model = build_model(options, device())
+    optimizer = make_optimizer(options, model)
+    whole = [each.numel for one in optimizer._rounds for each in one.parameters]  # type: ignore
+
+    subject = gpt_subject(options).model
+    described = describe(subject, wrap_policy(subject, options.wrap), world_size=2)
+    units = [path for unit in described.units if unit.path for path in unit.places]
+    assert sorted(whole) == sorted(hidden_matrix_sizes(subject, units))

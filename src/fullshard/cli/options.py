@@ -68,6 +68,12 @@ class Options:
     )
     seed: int = _data(0, "Seed for the parameters and the order of the data.", minimum=0)
 
+    optimizer: str = _optimizer(
+        "adamw",
+        "Optimizer: adamw; muon, for matrices inside layers, and AdamW for the rest.",
+        choices=["adamw", "muon"],
+        planned=True,
+    )
     steps: int = _optimizer(500, "Total number of steps.", minimum=1)
     learning_rate: float = _optimizer(3e-3, "Peak learning rate.", minimum=0)
     warmup: int = _optimizer(20, "Warm-up steps, up to the peak learning rate.", minimum=0)
@@ -79,7 +85,7 @@ class Options:
     final_fraction: float = _optimizer(
         0.1, "Final learning rate, as a fraction of the peak.", minimum=0
     )
-    weight_decay: float = _optimizer(0.1, "Weight decay of AdamW.", minimum=0)
+    weight_decay: float = _optimizer(0.1, "Weight decay.", minimum=0)
     clip: float = _optimizer(1.0, "Maximum gradient norm; 0 turns clipping off.", minimum=0)
 
     ranks: int = _sharding(

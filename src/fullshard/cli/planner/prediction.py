@@ -18,6 +18,7 @@ from ..options import Options
 from ..sharding import STRATEGIES, checkpoint_units, compute_dtype, mixed_precision, wrap_policy
 from .activations import record_step
 from .memory import Facts, Prediction, UnitSizes, predict
+from .optimizer_state import optimizer_factor
 
 __all__ = ["Loss", "Subject", "gpt_subject", "predict_memory", "token_loss"]
 
@@ -79,10 +80,13 @@ def predict_memory(
         device,
     )
     is_accelerator = device.type != "cpu"
+    below = [path for unit in description.units if unit.path for path in unit.places]
+    factor = optimizer_factor(options.optimizer, model, below, ranks, shards > 1)
     facts = Facts(
         _unit_options(options, ranks),
         policy_for(device.type),
         ranks,
+        optimizer_factor=factor,
         offloaded=options.offload and is_accelerator,
         accumulates=options.accumulate > 1,
         received_part=0.0 if is_accelerator else 0.5 if ranks == 2 else 1.0,

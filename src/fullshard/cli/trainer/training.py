@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -53,9 +53,7 @@ def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) 
     text = read_text(options.data)
 
     model = build_model(options, device)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), betas=(0.9, 0.95), weight_decay=options.weight_decay, fused=True
-    )
+    optimizer = make_optimizer(options, model)
     done = load(folder, model, optimizer) if resume else 0
     keep_numbers_on_gpu(optimizer, options.capture and device.type == "cuda", device)
 
@@ -133,6 +131,22 @@ def build_model(options: Options, device: torch.device) -> FullyShardedDataParal
         device_id=device,
         use_orig_params=True,
     )
+
+
+def make_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW; or Muon, which updates whole matrices by about as much as AdamW would."""
+
+    def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        decay = options.weight_decay
+        return torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=decay, fused=True)
+
+    def muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        decay = options.weight_decay
+        return torch.optim.Muon(parameters, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+
+    if options.optimizer == "adamw":
+        return adamw(model.parameters())
+    return fullshard.optim.whole(muon, model, rest=adamw)
 
 
 def keep_numbers_on_gpu(

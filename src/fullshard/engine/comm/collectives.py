@@ -245,6 +245,39 @@ class Group:
         for tensor in map(bytes_of, tensors):
             self.wait(self.pending(self.group.broadcast([tensor], options), tensor))
 
+    def broadcast_from(self, owner: int, tensor: torch.Tensor, unit: str) -> None:
+        """Overwrite ``tensor``, which must be contiguous, with that of rank ``owner``."""
+        if self.size == 1:
+            return
+        self.agree(f"broadcast from rank {owner}", unit, tensor)
+        tensor = bytes_of(tensor)
+        self.wait(self.pending(self.group.broadcast([tensor], broadcast_from(owner)), tensor))
+
+    def start_exchange(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        unit: str,
+    ) -> Callable[[], None]:
+        """Begin an all-to-all of flat tensors; it is complete when what is returned was called.
+
+        The sizes are numbers of elements, one per rank; they may differ between ranks.
+        """
+        if self.size == 1:
+            return functools.partial(received.copy_, sent)  # type: ignore[return-value]
+        self.agree("exchange", unit)
+        size = sent.element_size()
+        # As bytes: backends know all dtypes so.
+        received, sent = bytes_of(received), bytes_of(sent)
+        sizes = [size * each for each in received_sizes], [size * each for each in sent_sizes]
+        try:
+            work = self.group.alltoall_base(received, sent, *sizes)
+        except dist.DistError as error:
+            self._explain(error)
+        return functools.partial(self.wait, self.pending(work, received, sent))
+
     def scatter_from_first(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], unit: str
     ) -> None:

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..runtime.unit import Unit
 
 #: Optimizers that compute with all parameters together, by the names of their classes.
-_OVER_ALL = frozenset({"LBFGS", "FullBatchLBFGS"})
+OVER_ALL = frozenset({"LBFGS", "FullBatchLBFGS"})
 #: Optimizers that compute with each parameter as a whole: its norm, its rows, its matrix.
 _OVER_EACH = frozenset(
     {
@@ -37,6 +37,14 @@ _OVER_EACH = frozenset(
         "Shampoo",
         "DistributedShampoo",
         "SOAP",
+    }
+)
+#: Optimizers that quantize their state in blocks, which begin elsewhere on shards.
+_OVER_BLOCKS = frozenset(
+    {
+        *("Adam8bit", "AdamW8bit", "PagedAdam8bit", "PagedAdamW8bit", "Lion8bit", "SGD8bit"),
+        *("RMSprop8bit", "LAMB8bit", "LARS8bit", "AdEMAMix8bit"),
+        *("Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8"),
     }
 )
 
@@ -63,13 +71,17 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         return
     names = {cls.__name__ for cls in type(optimizer).__mro__}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if names & _OVER_ALL:
+    if names & OVER_ALL:
         _seen.add(optimizer)
-        _warn(optimizer, "computes with all parameters together", filter(_is_cut, parameters))
-    elif names & _OVER_EACH:
+        reason = "computes with all parameters together"
+        _warn(optimizer, reason, filter(_is_cut, parameters), "Use an")
+    elif names & (_OVER_EACH | _OVER_BLOCKS):
         _seen.add(optimizer)
         reason = "computes with each parameter as a whole"
-        _warn(optimizer, reason, (p for p in parameters if _is_cut(p) or _is_flat(p)))
+        if not names & _OVER_EACH:
+            reason = "computes with blocks of each parameter"
+        found = (p for p in parameters if _is_cut(p) or _is_flat(p))
+        _warn(optimizer, reason, found, "Give it whole tensors, with fullshard.optim.whole; use an")
     else:
         _elementwise.add(type(optimizer))
 
@@ -82,7 +94,9 @@ def _is_flat(parameter: Any) -> bool:
     return getattr(parameter, "_is_flat_param", False)
 
 
-def _warn(optimizer: torch.optim.Optimizer, reason: str, parameters: Iterable[Any]) -> None:
+def _warn(
+    optimizer: torch.optim.Optimizer, reason: str, parameters: Iterable[Any], advice: str
+) -> None:
     found = list(parameters)
     if not found:
         return
@@ -91,10 +105,10 @@ def _warn(optimizer: torch.optim.Optimizer, reason: str, parameters: Iterable[An
         what = "flat parameters, each of which is several of the model's"
     warnings.warn(
         f"{type(optimizer).__name__} {reason}, but {len(found)} of the tensors it was given are "
-        f"{what}: it trains differently from how it would train the whole model, or fails. Use an "
-        "optimizer that updates element by element, such as AdamW or SGD; or let every rank hold "
-        "whole parameters, with sharding_strategy=NO_SHARD and use_orig_params=True, or with "
-        "ignored_states for those of this optimizer",
+        f"{what}: it trains differently from how it would train the whole model, or fails. "
+        f"{advice} optimizer that updates element by element, such as AdamW or SGD; or let every "
+        "rank hold whole parameters, with sharding_strategy=NO_SHARD and use_orig_params=True, or "
+        "with ignored_states for those of this optimizer",
         UserWarning,
         stacklevel=4,
     )

@@ -1,0 +1,207 @@
+"""Muon's step on whole tensors, against AdamW's, and against Muon on gathered full gradients, which
+is what people write by hand.
+
+    PYTHONPATH=src python3 benchmarks/whole_tensors.py --json whole_tensors.json
+    PYTHONPATH=src python3 benchmarks/whole_tensors.py --cases cpu@2 --networks 0 1
+
+One process plays rank 0 of a case's ranks over a process group whose collectives return at once, or
+take the time of a network of some gigabytes per second (groups.py). All rows train one and the same
+model, sharded by fully_shard, and take turns, round by round: "none" has no optimizer, so that
+"optimizer ms" is a row's step less its. Rank 0 owns as much as any other rank. "exposed ms" is how
+much longer the optimizer takes over the network than with collectives that return at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gpt
+import groups
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard
+from fullshard import MixedPrecisionPolicy
+from fullshard.engine.comm.collectives import group_for
+
+ROWS = ("none", "AdamW", "Muon whole", "Muon by hand")
+#: At most this often the whole step of these rows, for Muon on whole tensors.
+BARS = {"AdamW": 1.25, "Muon by hand": 0.35}
+JUDGED = "1.34B@64"
+
+
+class Both:
+    """Two optimizers as one, as people write it."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self._optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+
+class GatheredMuon(torch.optim.Optimizer):
+    """Muon whose momentum is sharded, and whose every rank computes every whole update."""
+
+    def __init__(self, parameters: list[Any], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._step(parameter, group["lr"])
+
+    def _step(self, parameter: Any, lr: float) -> None:
+        local, gradient = parameter._local_tensor, parameter.grad._local_tensor
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        buffer = state["momentum_buffer"].lerp_(gradient, 0.05)
+        group = group_for(parameter.device_mesh.get_group(), gradient.device)
+        full = gradient.new_empty(parameter.shape)
+        group.wait(*group.gather([full], [gradient.lerp(buffer, 0.95)], "by hand"))
+        update = torch.optim._muon._zeropower_via_newtonschulz(
+            full, (3.4445, -4.7750, 2.0315), 5, 1e-7
+        )
+        rows = update.chunk(group.size)[group.rank]
+        local.mul_(1 - lr * 0.1).add_(rows, alpha=-lr)
+
+
+def optimizers_of(model: nn.Module) -> dict[str, Any]:
+    def adamw(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+    def muon(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Muon(parameters, lr=1e-4)
+
+    named = dict(model.named_parameters())
+    matrices = [p for n, p in named.items() if n.startswith("blocks") and p.dim() == 2]
+    others = [p for n, p in named.items() if not (n.startswith("blocks") and p.dim() == 2)]
+    return {
+        "none": Both(),
+        "AdamW": adamw(model.parameters()),
+        "Muon whole": fullshard.optim.whole(muon, model, adamw),
+        "Muon by hand": Both(GatheredMuon(matrices, 1e-4), adamw(others)),
+    }
+
+
+class Case:
+    """A model, its optimizers, and the network, which can be changed."""
+
+    def __init__(self, case: str, device: torch.device, compute: torch.dtype) -> None:
+        name, ranks = case.split("@")
+        size = gpt.SIZES[name]
+        self.device = device
+        self.group = groups.Delayed(int(ranks), None, device)
+        groups.install(self.group)
+        self.model: Any = gpt.build(size, device)
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+        for block in self.model.blocks:
+            fullshard.fully_shard(block, mp_policy=policy)
+        fullshard.fully_shard(self.model, mp_policy=policy)
+        self.optimizers = optimizers_of(self.model)
+        self.batch = gpt.tokens(size, device)
+        self.group.fill = True
+        for row in ROWS * 2:
+            self.step(row)
+        self.group.fill = False
+
+    def step(self, row: str) -> None:
+        self.model(self.batch).backward()
+        self.optimizers[row].step()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def milliseconds(self, row: str, steps: int) -> float:
+        self.step(row)
+        self._synchronize()
+        started = time.perf_counter()
+        for _ in range(steps):
+            self.step(row)
+        self._synchronize()
+        return 1e3 * (time.perf_counter() - started) / steps
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def measure(case: Case, bandwidth: float, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Milliseconds per step of each row, by round."""
+    case.group.network = groups.Network(bandwidth) if bandwidth else None
+    times: dict[str, list[float]] = {row: [] for row in ROWS}
+    for _ in range(rounds):
+        for row in ROWS:
+            times[row].append(case.milliseconds(row, steps))
+    return times
+
+
+def summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    def median(ratio: Callable[[float, float], float], row: str, other: str) -> float:
+        return statistics.median(map(ratio, times[row], times[other]))
+
+    return {
+        row: {
+            "step ms": statistics.median(times[row]),
+            "optimizer ms": median(lambda a, b: a - b, row, "none"),
+            **{f"x {other}": median(lambda a, b: a / b, row, other) for other in BARS},
+        }
+        for row in ROWS
+    }
+
+
+def show(case: str, bandwidth: float, rows: dict[str, dict[str, float]]) -> None:
+    network = f"{bandwidth:g} GB/s" if bandwidth else "collectives that return at once"
+    print(f"\n{case}, {network}")
+    for row, values in rows.items():
+        print(f"  {row:14}" + "".join(f"{key:>16} {value:8.3f}" for key, value in values.items()))
+    if case == JUDGED:
+        for other, limit in BARS.items():
+            found = rows["Muon whole"][f"x {other}"]
+            print(f"  {'pass' if found <= limit else 'MISS'}  {found:.2f} x {other} (bar {limit})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", nargs="+", default=["1.34B@8", "1.34B@64"])
+    parser.add_argument(
+        "--networks", nargs="+", type=float, default=[0, 400, 100], help="GB/s; 0: at once"
+    )
+    parser.add_argument("--rounds", type=int, default=10, help="turns of each row")
+    parser.add_argument("--steps", type=int, default=5, help="steps in a turn")
+    parser.add_argument("--json", type=Path, help="write the results to this file, too")
+    given = parser.parse_args()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    results: dict[str, Any] = {}
+    for name in given.cases:
+        case = Case(name, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+        found: dict[float, dict[str, dict[str, float]]] = {}
+        for bandwidth in given.networks:
+            rows = summary(measure(case, bandwidth, given.rounds, given.steps))
+            at_once = found.get(0, {})
+            for row in at_once:
+                exposed = rows[row]["optimizer ms"] - at_once[row]["optimizer ms"]
+                rows[row]["exposed ms"] = exposed
+            found[bandwidth] = rows
+            show(name, bandwidth, rows)
+        results[name] = found
+        del case
+        dist.destroy_process_group()
+    if given.json is not None:
+        facts = {"torch": torch.__version__, "results": results}
+        given.json.write_text(json.dumps(facts, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
