@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         save,
     )
     from .state.checkpoint.export import export_safetensors
+    from .tracing.trace import Trace, trace
 
 __all__ = [
     "BackwardPrefetch",
@@ -87,6 +88,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "StopRequest",
+    "Trace",
     "UnshardHandle",
     "capture",
     "export_safetensors",
@@ -100,6 +102,7 @@ __all__ = [
     "save",
     "share_comm_ctx",
     "summon_full_params",
+    "trace",
 ]
 
 __version__ = "0.1.0.dev0"
@@ -117,6 +120,7 @@ _WHEN_USED = {
     "OffloadPolicy": "per_parameter.policies",
     "ReplicateModule": "per_parameter.module",
     "SaveHandle": "state.checkpoint",
+    "Trace": "tracing.trace",
     "capture": "captured.step",
     "export_safetensors": "state.checkpoint.export",
     "fully_shard": "per_parameter.fully_shard",
@@ -126,6 +130,7 @@ _WHEN_USED = {
     "resume": "state.checkpoint",
     "save": "state.checkpoint",
     "share_comm_ctx": "per_parameter.module",
+    "trace": "tracing.trace",
 }
 
 
