@@ -13,6 +13,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,7 +21,12 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-_SECONDS = 60
+_SECONDS = 30
+#: Puts two file descriptors where Chromium expects them, and becomes it.
+_EXEC = (
+    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); "
+    "os.execv(sys.argv[3], sys.argv[3:])"
+)
 
 
 class Page:
@@ -57,7 +63,9 @@ class Page:
             left = deadline - time.monotonic()
             ready, _, _ = select.select([self._answers], [], [], max(left, 0))
             assert ready, "Chromium did not answer in time"
-            self._received += os.read(self._answers, 2**20)
+            received = os.read(self._answers, 2**20)
+            assert received, "Chromium has ended"
+            self._received += received
         text, self._received = self._received.split(b"\0", 1)
         answer = json.loads(text)
         self._note_errors(answer)
@@ -129,7 +137,7 @@ def browser() -> Iterator[Page]:
             f"--user-data-dir={folder}",
         ]
         process = subprocess.Popen(
-            ["sh", "-c", f'exec "$@" 3<&{read_commands} 4>&{write_answers}', "sh", *command],
+            [sys.executable, "-c", _EXEC, str(read_commands), str(write_answers), *command],
             pass_fds=(read_commands, write_answers),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -66,6 +66,10 @@ class _Facts:
     slow: Straggler | None
     rank: int
 
+    def lateness(self, unit: str) -> float:
+        """Seconds for which the straggler keeps the others waiting at a unit's collectives."""
+        return 0.0 if self.slow is None else self.late.get(self.slow.rank, {}).get(unit, 0.0)
+
 
 def _largest_wait(unit: UnitTimes) -> tuple[str, float]:
     waits = {
@@ -90,12 +94,11 @@ def _sentence(what: str, reason: str, waiting: Sequence[tuple[float, UnitTimes]]
 
 def _reason(unit: UnitTimes, what: str, wait: float, facts: _Facts, is_first: bool) -> str:
     slow = facts.slow
-    if slow is not None and slow.rank != facts.rank:
-        if facts.late.get(slow.rank, {}).get(unit.unit, 0.0) > wait / 2:
-            return (
-                f"rank {slow.rank} joins later than the others, so look at what it does before "
-                "that (data, other programs, a slower device)."
-            )
+    if slow is not None and slow.rank != facts.rank and facts.lateness(unit.unit) > wait / 2:
+        return (
+            f"rank {slow.rank} joins later than the others, so look at what it does before "
+            "that (data, other programs, a slower device)."
+        )
     is_full = facts.strategies.get(unit.unit) == "FULL_SHARD"
     if what == "reduce-scatter":
         return _about_reduce(unit, is_full)

@@ -60,18 +60,21 @@ def segments(records: Iterable[Record], step: Step) -> list[Segment]:
     return found
 
 
+#: The program's own work after a unit, or the optimizer, did this.
+_WORK_AFTER = {
+    What.FORWARD: "loss",
+    What.BACKWARD: "after the backward",
+    What.OPTIMIZER: "after the optimizer",
+}
+
+
 class _Place:
     """Where in a step the program's own work lies."""
 
     name = "before the forward"
-    _after = {
-        What.FORWARD: "loss",
-        What.BACKWARD: "after the backward",
-        What.OPTIMIZER: "after the optimizer",
-    }
 
     def note(self, what: What) -> None:
-        self.name = self._after.get(what, self.name)
+        self.name = _WORK_AFTER.get(what, self.name)
 
 
 def _append(found: list[Segment], segment: Segment) -> None:

@@ -25,12 +25,12 @@ def as_chrome(data: TraceData) -> dict[str, Any]:
 def _events(trace: RankTrace) -> Iterator[dict[str, Any]]:
     rank = trace.rank
     yield _named("process_name", rank, 0, f"rank {rank} ({trace.device})")
-    for lane, number in _LANES.items():
-        yield _named("thread_name", rank, number, str(lane))
+    for name, number in _LANES.items():
+        yield _named("thread_name", rank, number, str(name))
     for step in trace.steps:
         for each in segments(trace.records, step):
-            name = f"{each.what} {each.unit}".strip()
-            yield _span(name, each.what, rank, 0, each.started, each.seconds, {})
+            shown = f"{each.what} {each.unit}".strip()
+            yield _span(shown, each.what, rank, 0, each.started, each.seconds, {})
     for record in trace.records:
         if record.what in COLLECTIVES:
             facts = {"bytes": record.nbytes, "issued (ms)": round(1e3 * record.issued, 3)}

@@ -65,8 +65,11 @@ class Meter:
         size = 0
         for handle in unit.handles:
             for buffer in handle.full_buffers.values():
-                if buffer.is_allocated and not buffer.is_standing:
-                    size += buffer.flat.nbytes
+                if not buffer.is_standing:
+                    size += _held_by(buffer.flat)
+                if buffer.is_copied_out:
+                    # What an all-gather fills before it is copied.
+                    size += _held_by(buffer.gather_output)
         self._unsharded.set(unit, size)
 
     def note_reducing(self, unit: Unit, beside: int = 0) -> None:
@@ -74,8 +77,7 @@ class Meter:
         size = beside
         for handle in unit.handles:
             for buffer in handle.reduce_buffers.values():
-                if buffer.is_allocated:
-                    size += buffer.flat.nbytes
+                size += _held_by(buffer.flat)
         self._reducing.set(unit, size)
 
     def note_gradients(self, unit: Unit) -> None:
@@ -132,3 +134,8 @@ class Meter:
             rest = None if in_use is None else max(0, in_use - self._beside - sum(causes))
             found.append(Memory(seconds(at), *causes, rest))
         return found
+
+
+def _held_by(tensor: torch.Tensor) -> int:
+    """The memory that a tensor has now, which may be none."""
+    return tensor.untyped_storage().nbytes()

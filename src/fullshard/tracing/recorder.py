@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
+import itertools
 import os
 import socket
 import time
@@ -251,7 +252,7 @@ class Recorder:
         records.sort(key=lambda record: record.issued)
         bounds = [*map(seconds, self._bounds)]
         steps = [
-            Step(number, *bound) for number, bound in enumerate(zip(bounds, bounds[1:]), start=1)
+            Step(number, *bound) for number, bound in enumerate(itertools.pairwise(bounds), start=1)
         ]
         return RankTrace(
             rank,
@@ -298,11 +299,13 @@ def _nothing() -> None:
 def _as_one_of(own: type) -> Any:
     """A ``__reduce_ex__`` that copies and pickles an object as one of its own class."""
 
+    # A class that says itself how to copy and pickle its objects, or none of the engine's.
+    says: Any = None if own.__reduce__ is object.__reduce__ else own.__reduce__  # type: ignore[comparison-overlap]
+
     def reduce(self: Any, protocol: Any) -> Any:
-        if own.__reduce__ is not object.__reduce__:
-            return own.__reduce__(self)
-        state = self.__getstate__()
-        return copyreg.__newobj__, (own,), state  # type: ignore[attr-defined]
+        if says is not None:
+            return says(self)
+        return copyreg.__newobj__, (own,), self.__getstate__()  # type: ignore[attr-defined]
 
     return reduce
 

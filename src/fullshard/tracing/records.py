@@ -184,6 +184,10 @@ class TraceData:
     comparison: Sequence[Foretold] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
 
+    def steps_of(self, rank: int) -> Sequence[Step]:
+        """The steps of one of the ranks that are kept in detail."""
+        return next(trace.steps for trace in self.ranks if trace.rank == rank)
+
 
 def as_plain(value: Any) -> Any:
     """``value`` as lists, dicts and numbers, for JSON; dataclasses become dicts."""

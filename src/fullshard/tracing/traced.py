@@ -62,6 +62,7 @@ class TracedUnit(Unit):
         recorder, begun = self.recorder, self.recorder.begin()
         super().finish_unshard()
         ended = recorder.add(What.WAIT_ALL_GATHER, self, *begun)
+        recorder.meter.note_unsharded(self)
         recorder.meter.sample(ended)
         gather = recorder.gathers.pop(self, None)
         if gather is not None:
@@ -153,6 +154,9 @@ class TracedSchedule(Schedule):
         recorder, recomputes = self.recorder, in_backward()
         if self.depth == 0 and not recomputes:
             recorder.begin_pass()
+            if not isinstance(self, TracedSchedule):
+                # The last step that was to be recorded has ended, and with it this class's part.
+                return self.begin_forward(unit, full_precision, inputs)
         started = recorder.mark()
         call = super().begin_forward(unit, full_precision, inputs)
         recorder.add_work(unit, started)
