@@ -38,7 +38,7 @@ def commands(
 @app.command(
     cls=ProgramCommand,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    options_metavar="[--ranks N] [torchrun's options]",
+    options_metavar="[--ranks N] [--trace FILE] [torchrun's options]",
 )
 def run(
     arguments: Annotated[
@@ -50,6 +50,8 @@ def run(
     Starts the program on N ranks of this machine (default: one per GPU, or 2 without a GPU), with
     fullshard's FullyShardedDataParallel in place of torch's. Accepts all options of torchrun,
     including those for several machines (--nnodes, --rdzv-endpoint, --max-restarts, ...).
+    With --trace FILE, writes a trace of --trace-steps steps (default: 3), from the fifth on: a
+    page (.html), a file for Perfetto (.json) or a picture (.png).
     Forwards SIGTERM to the ranks, which have 30 s to save and exit (--shutdown-timeout).
     """
     from fullshard.cli.launcher.run import run_program

@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from ..engine.runtime.forward import Schedule
 from ..engine.runtime.unit import Unit
 from ..state.model.units import steps_of
 from .clocks import Clock, Mark, clock_for
@@ -71,16 +72,21 @@ class Collective:
         self.seen, self.held = mark, None
 
 
+def units_of(model: nn.Module) -> list[tuple[Unit, Schedule | None]]:
+    """The units of a model, the root first, with what drives them; ValueError if there are none."""
+    found = steps_of(model)
+    if not found:
+        raise ValueError(
+            f"fullshard.trace expects a sharded model, but {type(model).__name__} has no units: "
+            "wrap it in FullyShardedDataParallel, or apply fully_shard to it"
+        )
+    return found
+
+
 class Recorder:
     """What one rank does: spans on what computes, collectives beside it, memory."""
 
-    def __init__(self, model: nn.Module) -> None:
-        found = steps_of(model)
-        if not found:
-            raise ValueError(
-                f"fullshard.trace expects a sharded model, but {type(model).__name__} has no "
-                "units: wrap it in FullyShardedDataParallel, or apply fully_shard to it"
-            )
+    def __init__(self, found: Sequence[tuple[Unit, Schedule | None]]) -> None:
         self.units = [unit for unit, _ in found]
         self.schedules = list(dict.fromkeys(s for _, s in found if s is not None))
         self.device = self.units[0].device
@@ -163,7 +169,8 @@ class Recorder:
 
     def begin_backward(self, unit: Unit) -> None:
         if unit not in self._backward:
-            self._backward[unit] = self.begin()
+            self._backward[unit] = begun = self.begin()
+            self.meter.sample(begun[1])
 
     def end_backward(self, unit: Unit) -> None:
         begun = self._backward.pop(unit, None)
@@ -221,6 +228,11 @@ class Recorder:
     @property
     def _has_seen_optimizer(self) -> bool:
         return self.meter.knows_optimizer
+
+    @property
+    def has_step_behind(self) -> bool:
+        """Whether an optimizer has stepped since the last step that has ended."""
+        return self._step_end is not None and self._has_backward
 
     @property
     def steps_ended(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..engine.runtime.forward import Schedule
+from ..engine.runtime.unit import Unit
 from . import report
 from .alignment import aligned
 from .analysis import summarized
 from .output import check_suffix, write
-from .recorder import Recorder
+from .recorder import Recorder, units_of
 from .records import Foretold, RankSummary, RankTrace, Record, TraceData
 from .traced import attachments
 
@@ -52,7 +55,8 @@ def trace(
         raise ValueError(f"fullshard.trace expects 1 step or more, but got steps={steps}")
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer = [optimizer]
-    return Trace(model, list(optimizer or ()), list(map(Path, paths)), steps)
+    find = functools.partial(units_of, model)
+    return Trace(find, list(optimizer or ()), list(map(Path, paths)), steps)
 
 
 class Trace:
@@ -60,12 +64,12 @@ class Trace:
 
     def __init__(
         self,
-        model: nn.Module,
+        find: Callable[[], Sequence[tuple[Unit, Schedule | None]]],
         optimizers: Sequence[torch.optim.Optimizer],
         paths: Sequence[Path],
         steps: int | None,
     ) -> None:
-        self._model = model
+        self._find = find
         self._optimizers = optimizers
         self._paths = paths
         self._steps = steps
@@ -97,7 +101,7 @@ class Trace:
         """Begin to record; :meth:`stop` ends it. As a context, the trace calls both itself."""
         if self._recorder is not None or self._data is not None:
             raise RuntimeError("This trace has been started before: make another one")
-        recorder = Recorder(self._model)
+        recorder = Recorder(self._find())
         for optimizer in self._optimizers:
             recorder.meter.note_standing_optimizer(optimizer)
         recorder.on_step = self._count_step
@@ -144,7 +148,7 @@ class Trace:
         traces = sorted((each for each in found if each is not None), key=lambda t: t.rank)
         self._own = own
         self._data = TraceData(
-            type(getattr(root.module, "module", root.module)).__name__,
+            type(root.module).__name__.removeprefix("FSDP"),
             recorder.unit_facts(),
             aligned(traces),
             summaries,
@@ -160,6 +164,13 @@ class Trace:
         """Show ``numbers`` beside what is measured, and ``facts`` about the run."""
         self._foretold = numbers
         self._facts.update(facts or {})
+
+    @property
+    def steps_recorded(self) -> int:
+        """How many steps have ended so far, the one of the last optimizer's step included."""
+        if self._recorder is None:
+            return 0 if self._own is None else len(self._own.steps)
+        return self._recorder.steps_ended + self._recorder.has_step_behind
 
     @property
     def data(self) -> TraceData:

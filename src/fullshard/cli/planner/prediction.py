@@ -10,6 +10,7 @@ from torch import nn
 
 from fullshard.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fullshard.engine.runtime.policy import UnitOptions, policy_for
+from fullshard.tracing.records import CAUSES, Foretold
 from fullshard.wrap import describe
 from fullshard.wrap.description import Description, Layout, UnitDescription
 
@@ -19,7 +20,7 @@ from ..sharding import STRATEGIES, checkpoint_units, compute_dtype, mixed_precis
 from .activations import record_step
 from .memory import Facts, Prediction, UnitSizes, predict
 
-__all__ = ["Loss", "Subject", "gpt_subject", "predict_memory", "token_loss"]
+__all__ = ["Loss", "Subject", "foretold_memory", "gpt_subject", "predict_memory", "token_loss"]
 
 #: Computes the loss of one pass on one rank: ``loss(model, sequences, length)``.
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
@@ -89,6 +90,20 @@ def predict_memory(
     )
     units = [_sizes(unit, options, facts, layout) for unit in description.units]
     return description, predict(units, moments, facts)
+
+
+def foretold_memory(predicted: Prediction) -> list[Foretold]:
+    """The memory at the peak, by the names that a trace has for what it measures."""
+    parts = {
+        "shards": predicted.peak.shards,
+        "optimizer": predicted.peak.optimizer,
+        "gradients": predicted.peak.gradients,
+        "unsharded": predicted.peak.full_parameters,
+        "reduce_buffers": predicted.peak.whole_gradients,
+        "rest": predicted.peak.activations,
+    }
+    rows = [Foretold("peak memory", predicted.total, None, "bytes")]
+    return rows + [Foretold(CAUSES[cause], size, None, "bytes") for cause, size in parts.items()]
 
 
 def _unit_options(options: Options, ranks: int) -> UnitOptions:
