@@ -124,18 +124,43 @@ def plan(
             rich_help_panel="Sharding",
         ),
     ] = "wrapper",
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Write a timeline of the step: .html, .json (Perfetto) or .png."),
+    ] = None,
+    fit: Annotated[
+        str | None,
+        typer.Option(help="Find the fastest options that fit: a size (80GiB) or a GPU (h100)."),
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(help="Machine for times: h100, h200, b200, a100, cpu."),
+    ] = None,
+    flops: Annotated[
+        str | None, typer.Option(help="FLOP/s that a rank reaches, such as 400T. [the machine's]")
+    ] = None,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(help="Bytes/s that a rank receives, such as 50G. [the machine's]"),
+    ] = None,
 ) -> None:
-    """Predict the memory that a training step takes on each rank.
+    """Predict the memory that a training step takes on each rank, and its time.
 
     --model is a preset, or module:function for a model of your own. The function is called on the
     meta device and returns a model that takes tokens (as models of transformers do), or a tuple of
     a model and its loss function: loss(model, sequences, length).
 
-    The exit status is 3 if the model does not fit in --device-memory, and 0 otherwise.
+    With --picture, --machine, --flops or --bandwidth, also predicts the time of a step. With --fit,
+    tries strategies, units, checkpointing, offload and batches, and shows the fastest that fit;
+    options that you give stay as they are.
+
+    The exit status is 3 if the model does not fit in --device-memory or --fit, and 0 otherwise.
     """
     from fullshard.cli.planner.plan import plan as show_plan
+    from fullshard.cli.planner.timing import Timing
 
-    raise typer.Exit(show_plan(values, device_memory, vocabulary, api))
+    timing = Timing(picture, fit, machine, flops, bandwidth)
+    raise typer.Exit(show_plan(values, device_memory, vocabulary, api, timing))
 
 
 def main() -> None:

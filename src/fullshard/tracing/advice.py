@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from .analysis import Straggler, UnitTimes, lateness, straggler, times_by_unit
 from .records import RankTrace, TraceData
 
-#: Waits below this part of a step are left alone.
+#: Waits of one kind that are below this part of a step together are left alone.
 _LARGE = 0.01
+#: A single wait below this part of a step is none.
+_NOTHING = 0.0005
 #: All-gathers of fewer bytes take long for their latency, not for their size.
 _SMALL_BYTES = 2**20
 #: Issued this little before its use, an all-gather was not prefetched.
@@ -38,16 +40,16 @@ def advise(data: TraceData, trace: RankTrace) -> list[Advice]:
         lateness(data.ranks),
         straggler(data.summaries),
         trace.rank,
+        trace.device == "cpu",
     )
     times = times_by_unit(trace)
     first = next((each.unit for each in times if each.all_gather), None)
     reasons: dict[tuple[str, str], list[tuple[float, UnitTimes]]] = defaultdict(list)
     for each in times:
-        if step and each.exposed > _LARGE * step:
-            what, seconds = _largest_wait(each)
-            reasons[what, _reason(each, what, seconds, facts, each.unit == first)].append(
-                (seconds, each)
-            )
+        for what, seconds in _waits_of(each).items():
+            if seconds > _NOTHING * step:
+                reason = _reason(each, what, seconds, facts, each.unit == first)
+                reasons[what, reason].append((seconds, each))
     found = [
         Advice(
             tuple(unit.unit for _, unit in waiting),
@@ -56,7 +58,8 @@ def advise(data: TraceData, trace: RankTrace) -> list[Advice]:
         )
         for (what, reason), waiting in reasons.items()
     ]
-    return sorted(found, key=lambda advice: -advice.seconds)
+    large = [advice for advice in found if advice.seconds > _LARGE * step]
+    return sorted(large, key=lambda advice: -advice.seconds)
 
 
 @dataclass(frozen=True)
@@ -65,20 +68,19 @@ class _Facts:
     late: Mapping[int, Mapping[str, float]]
     slow: Straggler | None
     rank: int
+    is_host: bool
 
     def lateness(self, unit: str) -> float:
         """Seconds for which the straggler keeps the others waiting at a unit's collectives."""
         return 0.0 if self.slow is None else self.late.get(self.slow.rank, {}).get(unit, 0.0)
 
 
-def _largest_wait(unit: UnitTimes) -> tuple[str, float]:
-    waits = {
+def _waits_of(unit: UnitTimes) -> dict[str, float]:
+    return {
         "all-gather in forward": unit.exposed_forward,
         "all-gather in backward": unit.exposed_backward,
         "reduce-scatter": unit.exposed_reduce,
     }
-    what = max(waits, key=lambda name: waits[name])
-    return what, waits[what]
 
 
 def _sentence(what: str, reason: str, waiting: Sequence[tuple[float, UnitTimes]]) -> str:
@@ -101,7 +103,7 @@ def _reason(unit: UnitTimes, what: str, wait: float, facts: _Facts, is_first: bo
         )
     is_full = facts.strategies.get(unit.unit) == "FULL_SHARD"
     if what == "reduce-scatter":
-        return _about_reduce(unit, is_full)
+        return _about_reduce(unit, is_full, facts.is_host)
     if is_first:
         return (
             "it is the first of the step, so nothing can run beside it; fewer parameters outside "
@@ -125,15 +127,15 @@ def _reason(unit: UnitTimes, what: str, wait: float, facts: _Facts, is_first: bo
     return f"that takes longer than the compute beside it; {more}"
 
 
-def _about_reduce(unit: UnitTimes, is_full: bool) -> str:
-    if is_full and unit.exposed_reduce > unit.reduce_scatter / 2:
+def _about_reduce(unit: UnitTimes, is_full: bool, is_host: bool) -> str:
+    if is_host and is_full and unit.exposed_reduce > unit.reduce_scatter / 2:
         return (
-            "hardly any of that runs beside compute; on a CPU, SHARD_GRAD_OP reduces behind the "
-            "next unit's backward, and accumulating gradients (no_sync) reduces less often."
+            "on a CPU hardly any of that runs beside compute; SHARD_GRAD_OP reduces behind the next "
+            "unit's backward, and accumulating gradients (no_sync) reduces less often."
         )
     return (
-        "that takes longer than the compute beside it; reduce in lower precision (reduce_dtype), "
-        "or less often (no_sync)."
+        "that takes longer than the compute beside it; compute more per step (a larger batch), "
+        "reduce in lower precision (reduce_dtype), or less often (no_sync)."
     )
 
 

@@ -114,7 +114,7 @@ function fillComparison() {
 }
 
 function fillRanks() {
-  byId("ranks-section").hidden = data.summaries.length < 2;
+  byId("ranks-section").hidden = data.isForetold || data.summaries.length < 2;
   const time = (heading, key) => [heading, (row) => row[key], (row) => element("td", secondsText(row[key]))];
   const isSlow = (row) => data.straggler && data.straggler.rank === row.rank;
   fillTable(byId("ranks"), [
