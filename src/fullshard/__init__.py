@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         save,
     )
     from .state.checkpoint.export import export_safetensors
+    from .tracing.trace import Trace, trace
 
 __all__ = [
     "BackwardPrefetch",
@@ -88,6 +89,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "StopRequest",
+    "Trace",
     "UnshardHandle",
     "capture",
     "export_safetensors",
@@ -102,6 +104,7 @@ __all__ = [
     "save",
     "share_comm_ctx",
     "summon_full_params",
+    "trace",
 ]
 
 __version__ = "0.1.0.dev0"
@@ -119,6 +122,7 @@ _WHEN_USED = {
     "OffloadPolicy": "per_parameter.policies",
     "ReplicateModule": "per_parameter.module",
     "SaveHandle": "state.checkpoint",
+    "Trace": "tracing.trace",
     "capture": "captured.step",
     "export_safetensors": "state.checkpoint.export",
     "fully_shard": "per_parameter.fully_shard",
@@ -128,6 +132,7 @@ _WHEN_USED = {
     "resume": "state.checkpoint",
     "save": "state.checkpoint",
     "share_comm_ctx": "per_parameter.module",
+    "trace": "tracing.trace",
 }
 
 

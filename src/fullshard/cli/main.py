@@ -38,7 +38,7 @@ def commands(
 @app.command(
     cls=ProgramCommand,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    options_metavar="[--ranks N] [torchrun's options]",
+    options_metavar="[--ranks N] [--trace FILE] [torchrun's options]",
 )
 def run(
     arguments: Annotated[
@@ -50,6 +50,8 @@ def run(
     Starts the program on N ranks of this machine (default: one per GPU, or 2 without a GPU), with
     fullshard's FullyShardedDataParallel in place of torch's. Accepts all options of torchrun,
     including those for several machines (--nnodes, --rdzv-endpoint, --max-restarts, ...).
+    With --trace FILE, writes a trace of --trace-steps steps (default: 3), from the fifth on: a
+    page (.html), a file for Perfetto (.json) or a picture (.png).
     Forwards SIGTERM to the ranks, which have 30 s to save and exit (--shutdown-timeout).
     """
     from fullshard.cli.launcher.run import run_program
@@ -122,18 +124,43 @@ def plan(
             rich_help_panel="Sharding",
         ),
     ] = "wrapper",
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Write a timeline of the step: .html, .json (Perfetto) or .png."),
+    ] = None,
+    fit: Annotated[
+        str | None,
+        typer.Option(help="Find the fastest options that fit: a size (80GiB) or a GPU (h100)."),
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(help="Machine for times: h100, h200, b200, a100, cpu."),
+    ] = None,
+    flops: Annotated[
+        str | None, typer.Option(help="FLOP/s that a rank reaches, such as 400T. [the machine's]")
+    ] = None,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(help="Bytes/s that a rank receives, such as 50G. [the machine's]"),
+    ] = None,
 ) -> None:
-    """Predict the memory that a training step takes on each rank.
+    """Predict the memory that a training step takes on each rank, and its time.
 
     --model is a preset, or module:function for a model of your own. The function is called on the
     meta device and returns a model that takes tokens (as models of transformers do), or a tuple of
     a model and its loss function: loss(model, sequences, length).
 
-    The exit status is 3 if the model does not fit in --device-memory, and 0 otherwise.
+    With --picture, --machine, --flops or --bandwidth, also predicts the time of a step. With --fit,
+    tries strategies, units, checkpointing, offload and batches, and shows the fastest that fit;
+    options that you give stay as they are.
+
+    The exit status is 3 if the model does not fit in --device-memory or --fit, and 0 otherwise.
     """
     from fullshard.cli.planner.plan import plan as show_plan
+    from fullshard.cli.planner.timing import Timing
 
-    raise typer.Exit(show_plan(values, device_memory, vocabulary, api))
+    timing = Timing(picture, fit, machine, flops, bandwidth)
+    raise typer.Exit(show_plan(values, device_memory, vocabulary, api, timing))
 
 
 def main() -> None:

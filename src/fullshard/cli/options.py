@@ -125,6 +125,9 @@ class Options:
     log_every: int = _folder(10, "Steps between lines of metrics.", minimum=1)
     save_every: int = _folder(100, "Steps between checkpoints; 0: only at the end.", minimum=0)
     keep: int = _folder(2, "Number of checkpoints to keep.", minimum=1)
+    trace: int = _folder(
+        0, "Steps to trace (fullshard.trace), from the fifth on; 0: none.", minimum=0
+    )
     sample: int = _folder(200, "Bytes of text to sample at the end.", minimum=0)
 
     def size(self) -> Size:

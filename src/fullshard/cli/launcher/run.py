@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +13,16 @@ from typing import NoReturn
 
 from torch.distributed.run import get_args_parser
 
+from fullshard.tracing.automatic import TRACE, TRACE_STEPS
+from fullshard.tracing.output import check_suffix
+
 from ..problems import BadInput
 from .launch import launch
 
 __all__ = ["Invocation", "read_invocation", "run_program"]
 
 INSTALL = "fullshard.compat:install"
+START_TRACE = "fullshard.tracing.automatic:install"
 
 
 @dataclass(frozen=True)
@@ -27,15 +32,21 @@ class Invocation:
     ranks: int | None
     launcher_options: tuple[str, ...]
     command: tuple[str, ...]
+    #: Where a trace of the program's steps is to be written, and how many; None for no trace.
+    trace: str | None = None
+    trace_steps: int = 3
 
 
 def run_program(arguments: Sequence[str]) -> int:
     """Run the program in the arguments of ``fullshard run``; returns the exit status."""
     invocation = read_invocation(arguments)
     _check_program(invocation.command)
-    return launch(
-        invocation.ranks, invocation.launcher_options, invocation.command, before=[INSTALL]
-    )
+    before = [INSTALL]
+    if invocation.trace is not None:
+        os.environ[TRACE] = str(Path(invocation.trace).resolve())
+        os.environ[TRACE_STEPS] = str(invocation.trace_steps)
+        before.append(START_TRACE)
+    return launch(invocation.ranks, invocation.launcher_options, invocation.command, before=before)
 
 
 def read_invocation(arguments: Sequence[str]) -> Invocation:
@@ -45,12 +56,14 @@ def read_invocation(arguments: Sequence[str]) -> Invocation:
 
     >>> read_invocation(["--ranks", "4", "--max-restarts", "1", "train.py", "--ranks", "7"])
     Invocation(ranks=4, launcher_options=('--max-restarts', '1'), \
-command=('train.py', '--ranks', '7'))
+command=('train.py', '--ranks', '7'), trace=None, trace_steps=3)
     """
     torchrun = get_args_parser()
     torchrun.prog = "fullshard run"
     torchrun.error = _refuse  # type: ignore[method-assign]
     torchrun.add_argument("--ranks", type=int, help="Number of ranks on this machine.")
+    torchrun.add_argument("--trace", metavar="FILE", help="Trace steps, as .html, .json or .png.")
+    torchrun.add_argument("--trace-steps", type=int, default=3, help="Steps to trace.")
     torchrun.set_defaults(nproc_per_node=None)
     parsed = torchrun.parse_args(list(arguments))
     if parsed.no_python or parsed.run_path:
@@ -67,11 +80,20 @@ command=('train.py', '--ranks', '7'))
             f"--ranks {parsed.ranks} and --nproc-per-node {parsed.nproc_per_node} both set the "
             "number of ranks on this machine, but differ; pass only one of them"
         )
+    if parsed.trace_steps < 1:
+        raise BadInput(f"--trace-steps expects 1 or more, but got {parsed.trace_steps}")
+    if parsed.trace is not None:
+        try:
+            check_suffix(Path(parsed.trace))
+        except ValueError as problem:
+            raise BadInput(f"--trace: {problem}") from None
     begin = _begin_of_program(torchrun, arguments)
     # Accepts abbreviations, as torchrun's parser does, which has rejected ambiguous ones already.
     ours = argparse.ArgumentParser(add_help=False)
     ours.error = _refuse  # type: ignore[method-assign]
     ours.add_argument("--ranks", type=int)
+    ours.add_argument("--trace")
+    ours.add_argument("--trace-steps", type=int)
     ours.add_argument("-m", "--module", action="store_true")
     _, launcher_options = ours.parse_known_args([w for w in arguments[:begin] if w != "--"])
     program = tuple(arguments[begin:])
@@ -79,6 +101,8 @@ command=('train.py', '--ranks', '7'))
         ranks=parsed.ranks,
         launcher_options=tuple(launcher_options),
         command=("-m", *program) if parsed.module else program,
+        trace=parsed.trace,
+        trace_steps=parsed.trace_steps,
     )
 
 

@@ -22,7 +22,10 @@ from fullshard.engine.runtime.pytrees import list_tensors
 from .memory import Event, Moment
 from .usual_values import UsualValues
 
-__all__ = ["record_step", "scratch_bytes"]
+#: Estimates the seconds of a call: ``seconds_of(function, args, kwargs, result)``.
+Cost = Callable[[Any, Any, Any, Any], float]
+
+__all__ = ["Cost", "record_step", "scratch_bytes"]
 
 
 def record_step(
@@ -30,13 +33,17 @@ def record_step(
     unit_paths: Sequence[str],
     loss: Callable[[], torch.Tensor],
     device: torch.device,
+    seconds_of: Cost | None = None,
 ) -> list[Moment]:
     """Run ``loss`` and its backward; return the events of all units, with the memory at each.
+
+    ``seconds_of`` estimates how long an operation takes.
 
     ``model`` is on the meta device, in compute precision; ``unit_paths`` are the modules that will
     become units, including the root (""). ``device`` is the device that training will use.
     """
-    recorder = _Recorder([p.untyped_storage() for p in model.parameters()], device)
+    parameters = [p.untyped_storage() for p in model.parameters()]
+    recorder = _Recorder(parameters, device, seconds_of)
     handles = _watch_units(model, unit_paths, recorder)
     try:
         with recorder, _AttentionOf(device), UsualValues():
@@ -54,21 +61,30 @@ def record_step(
 class _Recorder(TorchDispatchMode):
     """Counts the bytes of live storages, and records them at every event, with peaks between."""
 
-    def __init__(self, parameters: Sequence[torch.UntypedStorage], device: torch.device) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.UntypedStorage],
+        device: torch.device,
+        seconds_of: Cost | None,
+    ) -> None:
         super().__init__()
+        self._seconds_of = seconds_of
+        self._seconds = 0.0
         self._has_scratch = device.type == "cuda"
         # Parameters are counted elsewhere. Held here, so that no other storage gets their address.
         self._parameters = list(parameters)
         self._sizes = {storage._cdata: 0 for storage in parameters}
         self._gradients: set[int] = set()
         self.tensors = self.gradients = 0
-        self._marks: list[tuple[Event, str, int, int]] = []
+        self._marks: list[tuple[Event, str, int, int, float]] = []
         self._peaks: list[tuple[int, int]] = []
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
+        if self._seconds_of is not None:
+            self._seconds += self._seconds_of(function, args, kwargs or {}, result)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._count(leaf.untyped_storage())
@@ -101,7 +117,7 @@ class _Recorder(TorchDispatchMode):
             self.gradients += self._sizes[key]
 
     def mark(self, event: Event, unit: str) -> None:
-        self._marks.append((event, unit, self.tensors, self.gradients))
+        self._marks.append((event, unit, self.tensors, self.gradients, self._seconds))
         self._peaks.append((self.tensors, self.gradients))
 
     def restart_peak(self) -> None:
@@ -109,7 +125,10 @@ class _Recorder(TorchDispatchMode):
         self._peaks[-1] = (self.tensors, self.gradients)
 
     def moments(self) -> list[Moment]:
-        return [Moment(*at, *peak) for at, peak in zip(self._marks, self._peaks, strict=True)]
+        return [
+            Moment(*at, *peak, seconds)
+            for (*at, seconds), peak in zip(self._marks, self._peaks, strict=True)
+        ]
 
 
 def _watch_units(model: nn.Module, paths: Sequence[str], recorder: _Recorder) -> list[Any]:

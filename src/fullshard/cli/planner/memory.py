@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 from fullshard.engine.runtime.policy import AfterForward, Policy, UnitOptions, UnitPlan
 
-__all__ = ["Event", "Facts", "Moment", "Parts", "Prediction", "UnitSizes", "predict"]
+__all__ = ["Event", "Facts", "Moment", "Parts", "Prediction", "UnitSizes", "Walk", "predict"]
 
 
 class Event(Enum):
@@ -41,6 +41,8 @@ class Moment:
     gradients: int
     peak_tensors: int
     peak_gradients: int
+    #: Seconds of compute from the beginning of the step to this moment, if they were estimated.
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class Prediction:
 def predict(units: Sequence[UnitSizes], moments: Sequence[Moment], facts: Facts) -> Prediction:
     """Simulate one step and return its peak."""
     forwards = [moment.unit for moment in moments if moment.event is Event.FORWARD]
-    walk = _Walk({unit.path: unit for unit in units}, facts, forwards)
+    walk = Walk({unit.path: unit for unit in units}, facts, forwards)
     for moment in moments:
         walk.follow(moment)
     peak, when = max(walk.seen, key=lambda seen: seen[0].total)
@@ -135,8 +137,8 @@ def predict(units: Sequence[UnitSizes], moments: Sequence[Moment], facts: Facts)
 
 
 @dataclass
-class _Walk:
-    """The state of the simulated engine during a step."""
+class Walk:
+    """The state of the simulated engine during a step; ``step_time.py`` adds when things happen."""
 
     units: dict[str, UnitSizes]
     facts: Facts
@@ -209,12 +211,23 @@ class _Walk:
             if self.facts.plan.prefetches_before_backward and self._may_prefetch(is_first=is_root):
                 position = self.passed.index(unit.path)
                 for ahead in self.facts.policy.positions_ahead_in_backward(position):
-                    self.gathered[self.passed[ahead]] = None
+                    self._gather(self.passed[ahead])
         elif moment.event is Event.GRADIENTS:
             self._free(unit.path)
             # The gradients are copied into the reduce buffer while autograd still holds them.
             self._consider(moment.tensors, moment.gradients + unit.reduce_buffer, moment)
-            self.pending = unit
+            self._stage(unit)
+
+    def _gather(self, path: str) -> None:
+        """A unit is all-gathered, unless it is already."""
+        self.gathered[path] = None
+
+    def _stage(self, unit: UnitSizes) -> None:
+        """A unit's gradients are in its reduce buffer."""
+        self.pending = unit
+
+    def _start_reduce(self, unit: UnitSizes) -> None:
+        """A host begins to reduce a unit's gradients; an accelerator began when they arrived."""
 
     def _prefetch_forward(self, is_first: bool) -> None:
         keeps_all = self.facts.options.keeps_full_after_forward
@@ -222,7 +235,7 @@ class _Walk:
         ahead = self.facts.policy.units_ahead(left, is_first=is_first, keeps_all=keeps_all)
         for path in self.forwards_to_come[:ahead]:
             if path in self.units:
-                self.gathered[path] = None
+                self._gather(path)
 
     def _may_prefetch(self, is_first: bool) -> bool:
         return self.facts.policy.may_prefetch_in_backward(self.facts.options, is_first=is_first)
@@ -241,7 +254,7 @@ class _Walk:
 
     def _show_full(self, unit: UnitSizes, moment: Moment) -> None:
         """Have a unit's full parameters in place; a prefetch may have gathered them before."""
-        self.gathered[unit.path] = None
+        self._gather(unit.path)
         if unit.path not in self.in_place:
             self.in_place.add(unit.path)
             self._consider(moment.tensors, moment.gradients, moment, copied=unit.gathered)
@@ -257,6 +270,7 @@ class _Walk:
         unit, self.pending = self.pending, None
         if unit is None:
             return
+        self._start_reduce(unit)
         if self.facts.plan.reduces_behind_compute:
             self.in_flight = unit
             return

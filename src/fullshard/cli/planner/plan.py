@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from fullshard.tracing.output import write
 from fullshard.wrap.description import Description, Layout
 from fullshard.wrap.render import size_text
 
@@ -20,9 +22,11 @@ from ..options import COMMAND_LINE, Options, build_options
 from ..problems import BadInput
 from ..words import counted
 from .device_memory import bytes_of_device
-from .memory import Prediction
+from .fit import OperationsCounted, Question, best_that_fit
+from .memory import Prediction, predict
 from .own_model import own_subject, repeated_class, step_errors_as_bad_input
-from .prediction import gpt_subject, predict_memory
+from .prediction import gpt_subject, rehearse
+from .timing import Timing, fit_table, fit_text, foretold_trace, machine_for, time_text
 
 __all__ = ["DOES_NOT_FIT", "plan"]
 
@@ -37,30 +41,64 @@ def plan(
     device_memory: str | None = None,
     vocabulary: int | None = None,
     api: str = "wrapper",
+    timing: Timing = Timing(),  # noqa: B008 (frozen)
 ) -> int:
     """Print the table, and whether the model fits; returns the exit status, 3 if it does not."""
     layout = _layout(api)
+    if timing.fit is not None and device_memory is not None:
+        raise BadInput("--fit is a device's memory already; leave --device-memory out")
+    device_memory = timing.fit if timing.fit is not None else device_memory
     limit = bytes_of_device(device_memory) if device_memory is not None else None
+    if timing.picture is not None and timing.picture.suffix not in (".html", ".json", ".png"):
+        raise BadInput(f"--picture expects .html, .json or .png, but got {str(timing.picture)!r}")
     model = values.get("model", "")
     is_own = ":" in model
     known = {name: value for name, value in values.items() if name != "model" or not is_own}
     options = build_options(known, COMMAND_LINE)
     ranks = options.ranks or torch.cuda.device_count() or 2
-    check_batch(options, ranks)
+    if timing.fit is None or "batch" in values:
+        check_batch(options, ranks)
     if is_own:
         _check_no_sizes(model, values, vocabulary)
-        subject = own_subject(model)
+        make_subject = functools.partial(own_subject, model)
     else:
         check_size(options)
         vocabulary = checked_vocabulary(vocabulary)
-        subject = gpt_subject(options, vocabulary)
+        make_subject = functools.partial(gpt_subject, options, vocabulary)
+    subject = make_subject()
     chooses_wrap = is_own and "wrap" not in values
     if chooses_wrap:
         options = dataclasses.replace(options, wrap=repeated_class(subject.model) or "none")
     device = torch.device(_device_kind(options, device_memory))
-    with step_errors_as_bad_input(model) if is_own else contextlib.nullcontext():
-        units, predicted = predict_memory(subject, options, ranks, device, layout)
+    machine = machine_for(timing, device, device_memory) if timing.is_asked_for else None
     console = Console(highlight=False, soft_wrap=True)
+    errors = step_errors_as_bad_input(model) if is_own else contextlib.nullcontext()
+    if timing.fit is not None and machine is not None and limit is not None:
+        usable = int(limit * _USABLE)
+        with errors:
+            question = Question(
+                make_subject, options, values, ranks, device, machine, usable, layout
+            )
+            found = best_that_fit(question)
+        console.print(fit_text(question, found, timing.fit))
+        if not found:
+            return DOES_NOT_FIT
+        console.print(fit_table(found, ranks))
+        options = found[0].options
+        subject, chooses_wrap = make_subject(), False
+        errors = contextlib.nullcontext()
+    counted_operations = OperationsCounted(machine) if machine is not None else None
+    with errors:
+        found_step = rehearse(
+            subject,
+            options,
+            ranks,
+            device,
+            layout,
+            counted_operations and counted_operations.seconds_of,
+        )
+    units = found_step.description
+    predicted = predict(found_step.sizes, found_step.moments, found_step.facts)
     console.print(_heading(options, ranks, device, units, vocabulary, api))
     if chooses_wrap:
         console.print(_chosen_wrap(options.wrap))
@@ -68,6 +106,12 @@ def plan(
     console.print(f"Memory peaks {predicted.when}.")
     if predicted.host:
         console.print(f"Host memory: {size_text(predicted.host)} per rank.")
+    if machine is not None and counted_operations is not None:
+        trace = foretold_trace(found_step, options, machine, counted_operations.count)
+        console.print(time_text(trace, machine))
+        if timing.picture is not None:
+            write(trace, timing.picture)
+            console.print(f"Timeline in {timing.picture}.")
     if limit is None:
         return 0
     console.print(_verdict(predicted.total, limit, str(device_memory)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,17 +10,18 @@ from torch import nn
 
 from fullshard.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fullshard.engine.runtime.policy import UnitOptions, policy_for
+from fullshard.tracing.records import CAUSES, Foretold
 from fullshard.wrap import describe
 from fullshard.wrap.description import Description, Layout, UnitDescription
 
 from ..model import GPT, VOCABULARY, next_token_loss
 from ..options import Options
 from ..sharding import STRATEGIES, checkpoint_units, compute_dtype, mixed_precision, wrap_policy
-from .activations import record_step
-from .memory import Facts, Prediction, UnitSizes, predict
+from .activations import Cost, record_step
+from .memory import Facts, Moment, Prediction, UnitSizes, predict
 from .optimizer_state import optimizer_factor
 
-__all__ = ["Loss", "Subject", "gpt_subject", "predict_memory", "token_loss"]
+__all__ = ["Loss", "Subject", "foretold_memory", "gpt_subject", "predict_memory", "token_loss"]
 
 #: Computes the loss of one pass on one rank: ``loss(model, sequences, length)``.
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
@@ -47,6 +48,16 @@ def token_loss(model: nn.Module, sequences: int, length: int) -> torch.Tensor:
     )
 
 
+@dataclass(frozen=True)
+class Rehearsal:
+    """A step that was run on the meta device: all that memory and time follow from."""
+
+    description: Description
+    sizes: Sequence[UnitSizes]
+    moments: Sequence[Moment]
+    facts: Facts
+
+
 def predict_memory(
     subject: Subject,
     options: Options,
@@ -59,29 +70,80 @@ def predict_memory(
     The units are the wrapper's, or with the layout in rows those of ``fully_shard``.
     Converts the subject's model to compute precision.
     """
-    model = subject.model
-    policy = wrap_policy(model, options.wrap)
-    shards = 1 if options.strategy == "no_shard" else ranks
-    description = describe(
+    found = rehearse(subject, options, ranks, device, layout)
+    return found.description, predict(found.sizes, found.moments, found.facts)
+
+
+def rehearse(
+    subject: Subject,
+    options: Options,
+    ranks: int,
+    device: torch.device,
+    layout: Layout = "flat",
+    seconds_of: Cost | None = None,
+) -> Rehearsal:
+    """Run a step on the meta device; ``seconds_of`` estimates how long its operations take.
+
+    Converts the subject's model to compute precision.
+    """
+    description = describe_units(subject.model, options, ranks, layout)
+    moments = record_moments(subject, options, ranks, device, description, seconds_of)
+    return assemble(subject.model, description, moments, options, ranks, device, layout)
+
+
+def describe_units(
+    model: nn.Module, options: Options, ranks: int, layout: Layout = "flat"
+) -> Description:
+    """The units that a model would have."""
+    return describe(
         model,
-        policy,
-        world_size=shards,
+        wrap_policy(model, options.wrap),
+        world_size=1 if options.strategy == "no_shard" else ranks,
         mixed_precision=mixed_precision(options),
         use_orig_params=True,
         layout=layout,
     )
+
+
+def record_moments(
+    subject: Subject,
+    options: Options,
+    ranks: int,
+    device: torch.device,
+    description: Description,
+    seconds_of: Cost | None = None,
+) -> list[Moment]:
+    """What happens in a pass of the unwrapped model, with its memory and maybe its time.
+
+    Converts the subject's model to compute precision, and checkpoints its activations if asked.
+    """
+    model = subject.model
     if options.checkpoint_activations:
-        checkpoint_units(model, policy)
+        checkpoint_units(model, wrap_policy(model, options.wrap))
     sequences = options.batch // (ranks * options.accumulate)
-    moments = record_step(
+    return record_step(
         model.to(compute_dtype(options)),
         [unit.path for unit in description.units],
         lambda: subject.loss(model, sequences, options.sequence),
         device,
+        seconds_of,
     )
+
+
+def assemble(
+    model: nn.Module,
+    description: Description,
+    moments: Sequence[Moment],
+    options: Options,
+    ranks: int,
+    device: torch.device,
+    layout: Layout = "flat",
+) -> Rehearsal:
+    """All that memory and time follow from; only ``moments`` had to be found by a rehearsal."""
     is_accelerator = device.type != "cpu"
     below = [path for unit in description.units if unit.path for path in unit.places]
-    factor = optimizer_factor(options.optimizer, model, below, ranks, shards > 1)
+    is_sharded = options.strategy != "no_shard" and ranks > 1
+    factor = optimizer_factor(options.optimizer, model, below, ranks, is_sharded)
     facts = Facts(
         _unit_options(options, ranks),
         policy_for(device.type),
@@ -92,7 +154,21 @@ def predict_memory(
         received_part=0.0 if is_accelerator else 0.5 if ranks == 2 else 1.0,
     )
     units = [_sizes(unit, options, facts, layout) for unit in description.units]
-    return description, predict(units, moments, facts)
+    return Rehearsal(description, units, moments, facts)
+
+
+def foretold_memory(predicted: Prediction) -> list[Foretold]:
+    """The memory at the peak, by the names that a trace has for what it measures."""
+    parts = {
+        "shards": predicted.peak.shards,
+        "optimizer": predicted.peak.optimizer,
+        "gradients": predicted.peak.gradients,
+        "unsharded": predicted.peak.full_parameters,
+        "reduce_buffers": predicted.peak.whole_gradients,
+        "rest": predicted.peak.activations,
+    }
+    rows = [Foretold("peak memory", predicted.total, None, "bytes")]
+    return rows + [Foretold(CAUSES[cause], size, None, "bytes") for cause, size in parts.items()]
 
 
 def _unit_options(options: Options, ranks: int) -> UnitOptions:

@@ -76,6 +76,9 @@ class Reporter:
     def saved(self, step: int) -> None:
         """Report a saved checkpoint."""
 
+    def traced(self, summary: str) -> None:
+        """Report what was traced."""
+
     def runs_eagerly(self, reason: str) -> None:
         """Report why steps are not captured, though that was asked for."""
 
@@ -155,6 +158,10 @@ class LineReporter(Reporter):
 
     def saved(self, step: int) -> None:
         self.write(f"saved step {step} in {self.folder.checkpoints}")
+
+    def traced(self, summary: str) -> None:
+        self.write(summary)
+        self.write(f"trace in {self.folder.trace}, and for Perfetto beside it")
 
     def runs_eagerly(self, reason: str) -> None:
         self.write(f"not captured, steps run eagerly: {reason}")

@@ -45,6 +45,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.picture = path / "loss.png"
         self.sample = path / "sample.txt"
+        self.trace = path / "trace.html"
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
         self._lock_file = path / ".lock"

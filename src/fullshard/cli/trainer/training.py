@@ -28,7 +28,7 @@ from ..model import GPT, initialize, next_token_loss
 from ..options import Options, build_options
 from ..output import Output
 from ..planner.measure import Measured, watch_step
-from ..planner.prediction import gpt_subject, predict_memory
+from ..planner.prediction import foretold_memory, gpt_subject, predict_memory
 from ..problems import BadInput
 from ..sharding import STRATEGIES, checkpoint_units, mixed_precision, wrap_policy
 from .rates import learning_rate
@@ -40,6 +40,8 @@ __all__ = ["start_rank", "train"]
 
 #: The step whose memory is measured: later than all one-time allocations.
 _MEASURED_STEP = 3
+#: The first step that is traced: later than all agreements of ranks, and than the measured step.
+_FIRST_TRACED_STEP = 5
 _PROMPT = b"def "
 
 #: Runs one step on micro-batches; returns this rank's loss and the norm of all gradients.
@@ -58,6 +60,7 @@ def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) 
     keep_numbers_on_gpu(optimizer, options.capture and device.type == "cuda", device)
 
     reporter = reporter_for(rank, options, folder)
+    tracing = make_trace(model, optimizer, options, folder)
     if rank == 0:
         before = build_options(folder.values(), str(folder.config))
         resumption = resumption_in_words(before, options, done)
@@ -66,6 +69,8 @@ def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) 
         subject = gpt_subject(options)
         memory_of_step = predict_memory(subject, options, ranks, device)
         reporter.introduce(text, ranks, resumption, *memory_of_step)
+        if tracing is not None:
+            tracing.foretell(foretold_memory(memory_of_step[1]))
 
     run_step = make_step(model, optimizer, options)
     captured: fullshard.CapturedStep[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None
@@ -79,6 +84,8 @@ def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) 
     with reporter:
         for step in range(done + 1, options.steps + 1):
             started = time.perf_counter()
+            if tracing is not None and step - done == _FIRST_TRACED_STEP:
+                tracing.start()
             set_learning_rate(optimizer, learning_rate(options, step))
 
             with measured_step(model, optimizer, device, step - done) as measured:
@@ -95,6 +102,11 @@ def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) 
             seconds = time.perf_counter() - started
             reporter.step(Progress(step, loss, norm, learning_rate(options, step), seconds, memory))
             check_finite(step, loss, norm)
+            is_last = stopping or step == options.steps
+            if tracing is not None and (tracing.steps_recorded == options.trace or is_last):
+                tracing.stop()
+                reporter.traced(tracing.summary())
+                tracing = None
             if stopping:
                 break
             if options.save_every and step % options.save_every == 0 and step < options.steps:
@@ -147,6 +159,15 @@ def make_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
     if options.optimizer == "adamw":
         return adamw(model.parameters())
     return fullshard.optim.whole(muon, model, rest=adamw)
+
+
+def make_trace(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, folder: RunFolder
+) -> fullshard.Trace | None:
+    """Return a trace that writes a page, and a file for Perfetto; None if none was asked for."""
+    if not options.trace:
+        return None
+    return fullshard.trace(model, optimizer, [folder.trace, folder.trace.with_suffix(".json")])
 
 
 def keep_numbers_on_gpu(

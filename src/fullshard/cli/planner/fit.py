@@ -1,0 +1,219 @@
+"""``fullshard plan --fit``: the fastest combination of options that fits a device's memory.
+
+Only running the model on the meta device takes time, and its memory and time grow by about as much
+with every sequence of a batch. So it is run with one and with two sequences, for each choice of
+units and of checkpointing; all other candidates are arithmetic. The winner is then run as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.wrap.description import Description, Layout
+
+from ..options import Options
+from ..sharding import compute_dtype
+from .machine import Machine
+from .memory import Moment, predict
+from .own_model import repeated_class
+from .prediction import Rehearsal, Subject, assemble, describe_units, record_moments
+from .step_time import Rates, simulate
+
+__all__ = ["Candidate", "OperationsCounted", "Question", "best_that_fit", "time_of"]
+
+#: Sequences of a rank that are tried, if the batch is not given.
+_SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: a model, on so many ranks of a machine, within so many bytes.
+
+    ``given`` are options that stay as they are.
+    """
+
+    make_subject: Callable[[], Subject]
+    options: Options
+    given: Mapping[str, Any]
+    ranks: int
+    device: torch.device
+    machine: Machine
+    usable: int
+    layout: Layout = "flat"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One combination of options, with its memory in bytes and its time in seconds."""
+
+    options: Options
+    memory: int
+    host: int
+    seconds: float
+
+    @property
+    def sequences_per_second(self) -> float:
+        return self.options.batch / self.seconds
+
+
+def best_that_fit(question: Question) -> list[Candidate]:
+    """All combinations that fit, the one with most sequences per second first."""
+    found = [
+        candidate for candidate in _candidates(question) if candidate.memory <= question.usable
+    ]
+    found.sort(key=lambda candidate: -candidate.sequences_per_second)
+    while found:
+        exact = _rehearsed(question, found[0].options)
+        if exact.memory <= question.usable:
+            return [exact, *found[1:]]
+        del found[0]
+    return []
+
+
+def _candidates(question: Question) -> Iterator[Candidate]:
+    checkpointing = _choices(question, "checkpoint_activations", (False, True))
+    for wrap, checkpoints in itertools.product(_wraps(question), checkpointing):
+        base = dataclasses.replace(
+            question.options, wrap=wrap, checkpoint_activations=checkpoints, accumulate=1
+        )
+        if not _has_room_for_a_unit(question, base):
+            continue
+        one, two = (_pass(question, base, sequences) for sequences in (1, 2))
+        strategies = _choices(question, "strategy", ("full_shard", "shard_grad_op"))
+        offload = _choices(question, "offload", (False, True))
+        for strategy, offloads in itertools.product(strategies, offload):
+            kept = dataclasses.replace(base, strategy=strategy, offload=offloads)
+            description = describe_units(one.model, kept, question.ranks, question.layout)
+            for sequences in _sequences(question):
+                options = dataclasses.replace(kept, batch=sequences * question.ranks)
+                moments = extrapolated(one.moments, two.moments, sequences)
+                found = dataclasses.replace(one, moments=moments)
+                yield _weighed(question, options, description, found)
+
+
+def _has_room_for_a_unit(question: Question, options: Options) -> bool:
+    model = question.make_subject().model
+    units = describe_units(model, options, question.ranks, question.layout).units
+    return max(unit.gathered_bytes for unit in units) < question.usable
+
+
+@dataclass(frozen=True)
+class _Pass:
+    model: nn.Module
+    moments: Sequence[Moment]
+    operations: int
+
+
+def _pass(question: Question, options: Options, sequences: int) -> _Pass:
+    options = dataclasses.replace(options, batch=sequences * question.ranks)
+    subject = question.make_subject()
+    description = describe_units(subject.model, options, question.ranks, question.layout)
+    counted = OperationsCounted(question.machine)
+    moments = record_moments(
+        subject, options, question.ranks, question.device, description, counted.seconds_of
+    )
+    # The units' sizes are described by the model's own dtype, float32.
+    return _Pass(question.make_subject().model, moments, counted.count)
+
+
+def _rehearsed(question: Question, options: Options) -> Candidate:
+    found = _pass(question, options, options.batch // question.ranks)
+    description = describe_units(found.model, options, question.ranks, question.layout)
+    return _weighed(question, options, description, found)
+
+
+def _weighed(
+    question: Question, options: Options, description: Description, one_pass: _Pass
+) -> Candidate:
+    found = assemble(
+        one_pass.model,
+        description,
+        one_pass.moments,
+        options,
+        question.ranks,
+        question.device,
+        question.layout,
+    )
+    predicted = predict(found.sizes, found.moments, found.facts)
+    seconds = time_of(found, options, question.machine, one_pass.operations)
+    return Candidate(options, predicted.total, predicted.host, seconds)
+
+
+def time_of(found: Rehearsal, options: Options, machine: Machine, operations: int) -> float:
+    """Seconds of a rehearsed step."""
+    trace = simulate(
+        found.sizes, found.moments, found.facts, rates_of(options, machine, operations)
+    )
+    return trace.steps[0].seconds
+
+
+def rates_of(options: Options, machine: Machine, operations: int, root: str = "") -> Rates:
+    """What the time of a step depends on, beside its moments."""
+    part = compute_dtype(options).itemsize / torch.float32.itemsize
+    return Rates(machine, options.accumulate, part, operations, root)
+
+
+def extrapolated(one: Sequence[Moment], two: Sequence[Moment], sequences: int) -> list[Moment]:
+    """The moments of a pass with more sequences, from those with one and with two."""
+    if len(one) != len(two):
+        return list(two)
+    more = sequences - 1
+
+    def at(first: float, second: float) -> float:
+        return first + (second - first) * more
+
+    return [
+        Moment(
+            a.event,
+            a.unit,
+            int(at(a.tensors, b.tensors)),
+            int(at(a.gradients, b.gradients)),
+            int(at(a.peak_tensors, b.peak_tensors)),
+            int(at(a.peak_gradients, b.peak_gradients)),
+            at(a.seconds, b.seconds),
+        )
+        for a, b in zip(one, two, strict=True)
+    ]
+
+
+class OperationsCounted:
+    """A machine's estimates of operations, and how many it was asked for."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.count = 0
+
+    def seconds_of(self, function: Any, args: Any, kwargs: Any, result: Any) -> float:
+        self.count += 1
+        return self._machine.seconds_of(function, args, kwargs, result)
+
+
+def _choices(question: Question, name: str, values: Sequence[Any]) -> Sequence[Any]:
+    return (question.given[name],) if name in question.given else values
+
+
+def _sequences(question: Question) -> Sequence[int]:
+    if "batch" in question.given:
+        return (question.options.batch // question.ranks,)
+    return _SEQUENCES
+
+
+def _wraps(question: Question) -> list[str]:
+    """Units to try: what is repeated, the parts of it, and the whole model as one."""
+    if "wrap" in question.given:
+        return [question.options.wrap]
+    model = question.make_subject().model
+    repeated = repeated_class(model)
+    if repeated is None:
+        return ["none"]
+    block = next(m for m in model.modules() if type(m).__name__ == repeated)
+    parts = [type(m).__name__ for m in block.children() if len([*m.parameters()]) > 2]
+    finer = [",".join(dict.fromkeys(parts))] if parts else []
+    return [repeated, *finer, "none"]

@@ -1,0 +1,214 @@
+"""When a step's all-gathers, compute and reduce-scatters would run: the same walk as for memory.
+
+``memory.py`` asks the engine's policy what happens at each moment of the rehearsed step. Here each
+of these decisions takes time, on two resources: compute, and a network that carries one collective
+after the other. What comes out is a trace like one that was recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fullshard.tracing.records import Memory, RankTrace, Record, Step, What
+
+from .machine import Machine
+from .memory import Event, Facts, Moment, Parts, UnitSizes, Walk
+
+__all__ = ["Rates", "simulate"]
+
+#: What AdamW reads and writes per byte of a float32 parameter: parameter, gradient, two averages.
+_OPTIMIZER_TRAFFIC = 7
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The machine, and what else the time of a step depends on."""
+
+    machine: Machine
+    #: Backward passes in a step.
+    passes: int = 1
+    #: Bytes that a rank's shards have in the dtype that is all-gathered, per byte that they have.
+    gathered_part: float = 1.0
+    #: Operations that the host gives out in a pass.
+    operations: int = 0
+    root: str = ""
+
+
+def simulate(
+    units: Sequence[UnitSizes], moments: Sequence[Moment], facts: Facts, rates: Rates
+) -> RankTrace:
+    """The trace of one step, as it would be."""
+    records: list[Record] = []
+    memory: list[Memory] = []
+    now = 0.0
+    forwards = [moment.unit for moment in moments if moment.event is Event.FORWARD]
+    for _ in range(rates.passes):
+        walk = TimedWalk(
+            {unit.path: unit for unit in units}, facts, forwards.copy(), rates=rates, compute=now
+        )
+        walk.network = now
+        walk.records, walk.memory = records, memory
+        for moment in moments:
+            walk.follow(moment)
+        now = walk.compute
+    now = _optimizer(units, facts, rates, now, records)
+    host = rates.passes * (
+        rates.operations * rates.machine.per_operation + len(units) * rates.machine.per_unit
+    )
+    if facts.policy.runs_ahead:
+        now = max(now, host)
+    else:
+        now += host
+    records.sort(key=lambda record: record.issued)
+    return RankTrace(0, "", rates.machine.name, [Step(1, 0.0, now)], records, memory)
+
+
+def _optimizer(
+    units: Sequence[UnitSizes], facts: Facts, rates: Rates, now: float, records: list[Record]
+) -> float:
+    trained = sum(unit.gradient_shard for unit in units)
+    machine = rates.machine
+    bandwidth = machine.host_memory if facts.offloaded else machine.memory
+    seconds = _OPTIMIZER_TRAFFIC * trained / bandwidth
+    records.append(Record(What.OPTIMIZER, "", now, now, now + seconds))
+    return now + seconds
+
+
+@dataclass
+class TimedWalk(Walk):
+    """A walk through a step that knows what time it is."""
+
+    rates: Rates = field(default_factory=lambda: Rates(Machine("", 1, 1, 1, 1)))
+    #: When compute, and the network, have done what they were given.
+    compute: float = 0.0
+    network: float = 0.0
+    records: list[Record] = field(default_factory=list)
+    memory: list[Memory] = field(default_factory=list)
+    #: When all-gathers and reduce-scatters on their way end, by unit.
+    gathers: dict[str, float] = field(default_factory=dict)
+    reduces: dict[str, float] = field(default_factory=dict)
+    #: When the memory of the unit before the last, and of the last, was free to gather into.
+    freed: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    #: The units inside of whose forward or backward compute is.
+    inside: list[tuple[What, str]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def follow(self, moment: Moment) -> None:
+        self._compute_until(moment)
+        before = len(self.seen)
+        super().follow(moment)
+        self._enter_or_leave(moment)
+        parts = max((parts for parts, _ in self.seen[before:]), key=_total, default=None)
+        if parts is not None:
+            self.memory.append(_as_memory(self.compute, parts))
+
+    def _compute_until(self, moment: Moment) -> None:
+        seconds, self.seconds = moment.seconds - self.seconds, moment.seconds
+        if seconds <= 0:
+            return
+        if self.inside:
+            what, unit = self.inside[-1]
+            self._occupy(what, unit, seconds)
+        else:
+            self.compute += seconds
+
+    def _enter_or_leave(self, moment: Moment) -> None:
+        unit, event = moment.unit, moment.event
+        if event is Event.FORWARD:
+            self.inside.append((What.FORWARD, unit))
+        elif event is Event.BACKWARD:
+            self.inside.append((What.BACKWARD, unit))
+        elif self.inside and event is not Event.END:
+            what = What.FORWARD if event is Event.FORWARD_END else What.BACKWARD
+            if (what, unit) in self.inside:
+                self.inside.remove((what, unit))
+
+    def _name(self, path: str) -> str:
+        return path or self.rates.root
+
+    def _occupy(self, what: What, unit: str, seconds: float) -> None:
+        begin, self.compute = self.compute, self.compute + seconds
+        self.records.append(Record(what, self._name(unit), begin, begin, self.compute))
+
+    def _communicate(self, what: What, path: str, nbytes: int, ready: float) -> float:
+        """A collective that may begin when it is ``ready``; returns when it ends."""
+        machine = self.rates.machine
+        begin = max(self.network, ready)
+        seconds = machine.collective(nbytes, self.facts.ranks)
+        if self.facts.offloaded:
+            # Shards come from the host, and gradient shards go there.
+            seconds += self.units[path].shard / machine.host_link
+        self.network = begin + seconds
+        name = self._name(path)
+        self.records.append(Record(what, name, ready, begin, self.network, nbytes))
+        if machine.takes_compute:
+            self._occupy(What.ENGINE, path, machine.takes_compute * seconds)
+        return self.network
+
+    # -- what the walk decides ----------------------------------------------------------------
+
+    def _gather(self, path: str) -> None:
+        if path not in self.gathered and self.facts.options.is_sharded:
+            # A device is given it ahead of time, and gathers into what the last unit but one left.
+            ready = self.freed[0] if self.facts.policy.runs_ahead else self.compute
+            self.gathers[path] = self._communicate(
+                What.ALL_GATHER, path, self.units[path].full, ready
+            )
+        super()._gather(path)
+
+    def _show_full(self, unit: UnitSizes, moment: Moment) -> None:
+        super()._show_full(unit, moment)
+        ended = self.gathers.pop(unit.path, 0.0)
+        if ended > self.compute:
+            self._occupy(What.WAIT_ALL_GATHER, unit.path, ended - self.compute)
+        # Shards are cast as they are gathered, or copied where they are used.
+        cast = unit.gathered or (unit.full if not self.facts.options.is_sharded else 0)
+        if cast:
+            self._occupy(What.COPY, unit.path, self.rates.machine.traffic(2 * cast))
+
+    def _free(self, path: str) -> None:
+        if path in self.gathered:
+            self.freed = [self.freed[1], self.compute]
+        super()._free(path)
+
+    def _stage(self, unit: UnitSizes) -> None:
+        # Full gradients in the compute dtype are read, and written in the reduce dtype.
+        moved = unit.reduce_buffer * (1 + self.rates.gathered_part)
+        self._occupy(What.COPY, unit.path, self.rates.machine.traffic(moved))
+        super()._stage(unit)
+        if self.facts.policy.reduces_at_once:
+            self._reduce(unit)
+
+    def _start_reduce(self, unit: UnitSizes) -> None:
+        if not self.facts.policy.reduces_at_once:
+            self._reduce(unit)
+
+    def _reduce(self, unit: UnitSizes) -> None:
+        # An all-reduce is a reduce-scatter and an all-gather.
+        times = 1 if self.facts.options.is_sharded else 2
+        self.reduces[unit.path] = self._communicate(
+            What.REDUCE_SCATTER, unit.path, times * unit.reduce_buffer, self.compute
+        )
+
+    def _finish_reduce(self, unit: UnitSizes) -> None:
+        super()._finish_reduce(unit)
+        ended = self.reduces.pop(unit.path, 0.0)
+        if ended > self.compute:
+            self._occupy(What.WAIT_REDUCE, unit.path, ended - self.compute)
+
+
+def _total(parts: Parts) -> int:
+    return parts.total
+
+
+def _as_memory(at: float, parts: Parts) -> Memory:
+    return Memory(
+        at,
+        parts.shards,
+        parts.optimizer,
+        parts.gradients,
+        parts.full_parameters,
+        parts.whole_gradients,
+        parts.activations,
+    )

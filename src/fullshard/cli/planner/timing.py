@@ -1,0 +1,139 @@
+"""What ``fullshard plan`` says about time: a step's, that of candidates, and a page of both."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from fullshard.tracing.analysis import seconds_by_kind, summarized
+from fullshard.tracing.records import TraceData, UnitFacts, What
+from fullshard.tracing.report import duration_text
+from fullshard.wrap.render import size_text
+
+from ..options import Options
+from .fit import Candidate, Question, rates_of
+from .machine import MACHINES, Machine, machine_named
+from .prediction import Rehearsal
+from .step_time import simulate
+
+__all__ = ["Timing", "fit_table", "fit_text", "foretold_trace", "machine_for", "time_text"]
+
+#: Rows of the table of candidates.
+_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What was asked for about time: a page, the speed of the machine, the fastest that fits."""
+
+    picture: Path | None = None
+    fit: str | None = None
+    machine: str | None = None
+    flops: str | None = None
+    bandwidth: str | None = None
+
+    @property
+    def is_asked_for(self) -> bool:
+        return any(value is not None for value in dataclasses.astuple(self))
+
+
+def machine_for(timing: Timing, device: torch.device, device_memory: str | None) -> Machine:
+    """The machine that is named, or that the device's memory is named after."""
+    name = timing.machine
+    if name is None:
+        wanted = (device_memory or "").lower()
+        named = (known for known in MACHINES if known in wanted)
+        name = next(named, "cpu" if device.type == "cpu" else "h100")
+    return machine_named(name, timing.flops, timing.bandwidth)
+
+
+def foretold_trace(
+    found: Rehearsal, options: Options, machine: Machine, operations: int
+) -> TraceData:
+    """The step as a trace."""
+    root = f"(root) {found.description.model_class}"
+    rates = rates_of(options, machine, operations, root)
+    trace = simulate(found.sizes, found.moments, found.facts, rates)
+    strategy = found.facts.options.strategy.name
+    units = [UnitFacts(u.path or root, u.elements, strategy) for u in found.description.units]
+    ranks = found.facts.ranks
+    summaries = [dataclasses.replace(summarized(trace), rank=rank) for rank in range(ranks)]
+    facts = {
+        "machine": machine.name,
+        "network": f"{machine.network / 1e9:g} GB/s",
+        "batch": f"{options.batch} x {options.sequence} tokens per step",
+    }
+    model = found.description.model_class
+    return TraceData(model, units, [trace], summaries, is_foretold=True, facts=facts)
+
+
+def time_text(data: TraceData, machine: Machine) -> str:
+    """A sentence on how long a step takes, and how much of it waits for communication."""
+    (trace,) = data.ranks
+    by_kind = seconds_by_kind(trace)
+    waits = by_kind.get(What.WAIT_ALL_GATHER, 0.0) + by_kind.get(What.WAIT_REDUCE, 0.0)
+    seconds = trace.steps[0].seconds
+    return (
+        f"A step takes about {duration_text(seconds)} on {machine.name} with a network of "
+        f"{machine.network / 1e9:g} GB/s per rank; {100 * waits / seconds:.0f} % of it waits for "
+        "communication."
+    )
+
+
+def fit_text(question: Question, found: Sequence[Candidate], device: str) -> str:
+    """What is the fastest that fits, in a sentence."""
+    if not found:
+        return (
+            f"No combination fits {device} on {question.ranks} ranks, of which 0.9 is usable: use "
+            "more ranks, shorter sequences, or a smaller model."
+        )
+    best = found[0]
+    tokens = best.sequences_per_second * best.options.sequence
+    return (
+        f"The fastest that fits {device}: {_in_words(best.options)}, "
+        f"{best.options.batch // question.ranks} sequences per rank: {duration_text(best.seconds)} "
+        f"per step, {tokens:,.0f} tokens/s on {question.ranks} ranks of {question.machine.name}."
+    )
+
+
+def fit_table(found: Sequence[Candidate], ranks: int) -> Table:
+    """The fastest candidates, the best batch of each combination."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("strategy", "with", "units by"):
+        table.add_column(name)
+    for name in ("seq/rank", "memory", "step", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    seen: set[tuple[object, ...]] = set()
+    for each in found:
+        options = each.options
+        kind = (options.strategy, *_extras(options), options.wrap)
+        if kind in seen or len(seen) == _ROWS:
+            continue
+        seen.add(kind)
+        table.add_row(
+            options.strategy,
+            ", ".join(_extras(options)) or "-",
+            options.wrap,
+            str(options.batch // ranks),
+            size_text(each.memory),
+            duration_text(each.seconds),
+            f"{each.sequences_per_second * options.sequence:,.0f}",
+        )
+    return table
+
+
+def _in_words(options: Options) -> str:
+    return ", ".join([options.strategy, *_extras(options), f"units by {options.wrap}"])
+
+
+def _extras(options: Options) -> list[str]:
+    return [
+        *(["checkpointing"] if options.checkpoint_activations else []),
+        *(["offload"] if options.offload else []),
+    ]

@@ -1,0 +1,37 @@
+"""How much memory is in use, by the counters of whoever allocates it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``, with the bytes in use in arenas and in mappings."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+_mallinfo: Any = getattr(ctypes.CDLL(None), "mallinfo2", None)
+if _mallinfo is not None:
+    _mallinfo.restype = _Mallinfo
+
+
+def host_bytes_in_use() -> int:
+    """The bytes that are allocated on the host now; 0 if nobody counts them."""
+    if _mallinfo is None:
+        return 0
+    found = _mallinfo()
+    return int(found.uordblks + found.hblkhd)
+
+
+def counter_of(device: torch.device) -> Callable[[], int] | None:
+    """A function that tells how much memory of ``device`` is in use; None if nobody counts it."""
+    if device.type == "cpu":
+        return host_bytes_in_use if _mallinfo is not None else None
+    allocated = getattr(torch.get_device_module(device), "memory_allocated", None)
+    return None if allocated is None else lambda: int(allocated(device))

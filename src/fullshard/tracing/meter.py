@@ -1,0 +1,141 @@
+"""Counts the memory of a rank by cause while steps run.
+
+What the engine allocates is counted as it comes and goes. Activations are the rest of what the
+allocator counts: torch's on an accelerator, glibc's on a host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..engine.runtime.unit import Unit
+from .allocator import counter_of
+from .clocks import Mark
+from .records import Memory
+
+
+class _Sizes:
+    """Sizes by unit, and their sum."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._of: dict[Unit, int] = {}
+
+    def set(self, unit: Unit, size: int) -> None:
+        self.total += size - self._of.get(unit, 0)
+        self._of[unit] = size
+
+
+class Meter:
+    """The memory of the units' own parts on ``device`` now, and samples of all memory."""
+
+    def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
+        self._units = list(units)
+        self._kind = device.type
+        self._in_use = counter_of(device)
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self.shards = sum(self._size(h.shard_tensor) for unit in units for h in unit.handles)
+        self._unsharded, self._reducing, self._gradients = _Sizes(), _Sizes(), _Sizes()
+        self._optimizer = 0
+        self._samples: list[tuple[Mark, int, int, int, int, int | None]] = []
+        for unit in units:
+            self.note_unsharded(unit)
+        self.note_all_gradients()
+        #: What the allocator counts beside the causes that were there when the trace began:
+        #: other models, libraries, the program itself.
+        self._beside = self._in_use() - self._known() if self._in_use is not None else 0
+
+    def _known(self) -> int:
+        come_and_go = self._unsharded.total + self._reducing.total + self._gradients.total
+        return self.shards + self._optimizer + come_and_go
+
+    def _size(self, tensor: Any) -> int:
+        local = getattr(tensor, "_local_tensor", tensor)
+        if local.device.type != self._kind:
+            return 0
+        return int(local.numel() * local.element_size())
+
+    # -- what comes and goes --------------------------------------------------------------------
+
+    def note_unsharded(self, unit: Unit) -> None:
+        """The unit was unsharded or resharded."""
+        size = 0
+        for handle in unit.handles:
+            for buffer in handle.full_buffers.values():
+                if not buffer.is_standing:
+                    size += _held_by(buffer.flat)
+                if buffer.is_copied_out:
+                    # What an all-gather fills before it is copied.
+                    size += _held_by(buffer.gather_output)
+        self._unsharded.set(unit, size)
+
+    def note_reducing(self, unit: Unit, beside: int = 0) -> None:
+        """The unit's reduce buffers were filled or released; ``beside`` is what goes with them."""
+        size = beside
+        for handle in unit.handles:
+            for buffer in handle.reduce_buffers.values():
+                size += _held_by(buffer.flat)
+        self._reducing.set(unit, size)
+
+    def note_gradients(self, unit: Unit) -> None:
+        """The unit's gradients were delivered, or cleared."""
+        size = 0
+        for handle in unit.handles:
+            for parameter in handle.optimizer_params:
+                if parameter.grad is not None:
+                    size += self._size(parameter.grad)
+        self._gradients.set(unit, size)
+
+    def note_all_gradients(self) -> None:
+        """Gradients of any unit may have been cleared."""
+        for unit in self._units:
+            self.note_gradients(unit)
+
+    @property
+    def knows_optimizer(self) -> bool:
+        return bool(self._optimizers)
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped: it may have made its state."""
+        self._optimizers[id(optimizer)] = optimizer
+        states = [s for each in self._optimizers.values() for s in each.state.values()]
+        values = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
+        self._optimizer = sum(map(self._size, values))
+
+    def note_standing_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer whose state is there since before the trace began."""
+        before = self._optimizer
+        self.note_optimizer(optimizer)
+        self._beside -= self._optimizer - before
+
+    # -- samples --------------------------------------------------------------------------------
+
+    def sample(self, at: Mark) -> None:
+        """Note the memory by cause."""
+        self._samples.append(
+            (
+                at,
+                self._optimizer,
+                self._gradients.total,
+                self._unsharded.total,
+                self._reducing.total,
+                None if self._in_use is None else self._in_use(),
+            )
+        )
+
+    def memory(self, seconds: Callable[[Mark], float]) -> list[Memory]:
+        """All samples, with what the allocator counted beyond the causes as their rest."""
+        found = []
+        for at, optimizer, gradients, unsharded, reducing, in_use in self._samples:
+            causes = (self.shards, optimizer, gradients, unsharded, reducing)
+            rest = None if in_use is None else max(0, in_use - self._beside - sum(causes))
+            found.append(Memory(seconds(at), *causes, rest))
+        return found
+
+
+def _held_by(tensor: torch.Tensor) -> int:
+    """The memory that a tensor has now, which may be none."""
+    return tensor.untyped_storage().nbytes()

@@ -1,0 +1,338 @@
+"""Records what the engine does on this rank, from the moment it is attached until it is detached.
+
+Note: nothing while off
+    The engine knows nothing of traces. A recorder gives the objects of the traced model (units,
+    schedules, process groups) subclasses of their own classes, which record and then do what they
+    always do (``traced.py``), and their own classes back at the end. Objects of other models are
+    not touched. The subclasses are made for each recorder and hold it, so that the objects
+    themselves hold nothing: a copy made of a model while it is traced is a model like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import functools
+import itertools
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ..engine.runtime.forward import Schedule
+from ..engine.runtime.unit import Unit
+from ..state.model.units import steps_of
+from .clocks import Clock, Mark, clock_for
+from .meter import Meter
+from .records import RankTrace, Record, Step, UnitFacts, What
+
+
+class _Span(NamedTuple):
+    """Something that happened, with marks that are not resolved yet."""
+
+    what: What
+    unit: str
+    issued: int
+    started: Mark
+    ended: Mark
+
+
+class Collective:
+    """A collective on its way, which has ended by the time that compute has waited for it."""
+
+    __slots__ = ("ended", "held", "issued", "nbytes", "seen", "started", "unit", "what")
+
+    def __init__(
+        self, what: What, unit: str, issued: int, started: Mark, nbytes: int, held: Any
+    ) -> None:
+        self.what, self.unit, self.issued, self.started = what, unit, issued, started
+        self.nbytes = nbytes
+        #: When its backend said that it had ended.
+        self.ended: Mark | None = None
+        #: When compute had waited for it.
+        self.seen: Mark | None = None
+        #: Its tensors, which nobody may free before compute has waited.
+        self.held = held
+
+    def has_ended(self, mark: Mark) -> None:
+        """The backend says that it, or a part of it, has ended."""
+        self.ended = mark
+
+    def was_awaited(self, mark: Mark) -> None:
+        """Compute has waited for it."""
+        self.seen, self.held = mark, None
+
+
+def units_of(model: nn.Module) -> list[tuple[Unit, Schedule | None]]:
+    """The units of a model, the root first, with what drives them; ValueError if there are none."""
+    found = steps_of(model)
+    if not found:
+        raise ValueError(
+            f"fullshard.trace expects a sharded model, but {type(model).__name__} has no units: "
+            "wrap it in FullyShardedDataParallel, or apply fully_shard to it"
+        )
+    return found
+
+
+class Recorder:
+    """What one rank does: spans on what computes, collectives beside it, memory."""
+
+    def __init__(self, found: Sequence[tuple[Unit, Schedule | None]]) -> None:
+        self.units = [unit for unit, _ in found]
+        self.schedules = list(dict.fromkeys(s for _, s in found if s is not None))
+        self.device = self.units[0].device
+        self.clock: Clock = clock_for(self.device)
+        self.mark = self.clock.mark
+        #: Whether marks are on a device that runs behind the host.
+        self.runs_ahead = self.clock.runs_ahead
+        self.meter = Meter(self.units, self.device)
+        #: The collective that is about to be issued, and its unit; None for those not traced.
+        self.issuing: tuple[What, Unit] | None = None
+        #: The all-gathers that compute has not waited for yet.
+        self.gathers: dict[Unit, Collective] = {}
+        self._collectives: list[Collective] = []
+        self._spans: list[_Span] = []
+        #: The units whose forward or backward runs, with when it was given out and began.
+        self._forward: dict[Unit, tuple[What, int, Mark]] = {}
+        self._backward: dict[Unit, tuple[int, Mark]] = {}
+        #: Ends of steps, after the beginning of the trace.
+        self._bounds: list[Mark] = []
+        #: When the step that runs seems to have ended: after its last optimizer's step.
+        self._step_end: Mark | None = None
+        self._has_backward = False
+        self._in_optimizer: tuple[int, Mark] | None = None
+        self._attached: list[tuple[Any, type]] = []
+        self._optimizer_hooks: list[Any] = []
+        #: Called when a step has ended and the next one is about to begin.
+        self.on_step: Callable[[], object] = _nothing
+
+    # -- attaching ------------------------------------------------------------------------------
+
+    def attach(self, things: Iterable[tuple[Any, type]]) -> None:
+        """Begin to record what ``things`` do, each extended by a class of ``traced.py``."""
+        for thing, extension in things:
+            own = type(thing)
+            facts = {"recorder": self, "__reduce_ex__": _as_one_of(own), "__module__": __name__}
+            thing.__class__ = type(f"Traced{own.__name__}", (extension, own), facts)
+            self._attached.append((thing, own))
+        self._optimizer_hooks = [
+            register_optimizer_step_pre_hook(self._optimizer_begins),
+            register_optimizer_step_post_hook(self._optimizer_ended),
+        ]
+        at = self.mark()
+        self._bounds.append(at)
+        self.meter.sample(at)
+
+    def detach(self) -> None:
+        """Record no longer; everything is what it was."""
+        for hook in self._optimizer_hooks:
+            hook.remove()
+        self._optimizer_hooks = []
+        while self._attached:
+            thing, own = self._attached.pop()
+            thing.__class__ = own
+
+    # -- spans on what computes -----------------------------------------------------------------
+
+    def begin(self) -> tuple[int, Mark]:
+        """When something is given out, and when it begins to run."""
+        started = self.mark()
+        return (time.perf_counter_ns(), started) if self.runs_ahead else (started, started)
+
+    def add(self, what: What, unit: Unit, issued: int, started: Mark) -> Mark:
+        """Something that was given out, and began to run, then, has ended now."""
+        ended = self.mark()
+        self._spans.append(_Span(what, unit.name, issued, started, ended))
+        return ended
+
+    def add_work(self, unit: Unit, started: int, what: What = What.ENGINE) -> None:
+        """The engine has worked for ``unit`` since then: on a host that computes, a span."""
+        if not self.runs_ahead:
+            self._spans.append(_Span(what, unit.name, started, started, self.mark()))
+
+    def begin_forward(self, unit: Unit, recomputes: bool) -> None:
+        self._forward[unit] = (What.RECOMPUTE if recomputes else What.FORWARD, *self.begin())
+
+    def end_forward(self, unit: Unit) -> None:
+        begun = self._forward.pop(unit, None)
+        if begun is not None:
+            self.meter.sample(self.add(begun[0], unit, begun[1], begun[2]))
+
+    def begin_backward(self, unit: Unit) -> None:
+        if unit not in self._backward:
+            self._backward[unit] = begun = self.begin()
+            self.meter.sample(begun[1])
+
+    def end_backward(self, unit: Unit) -> None:
+        begun = self._backward.pop(unit, None)
+        if begun is not None:
+            self.meter.sample(self.add(What.BACKWARD, unit, *begun))
+
+    def end_all_backwards(self) -> None:
+        """The backward has ended, also of units that gave no gradients."""
+        for unit in [*self._backward]:
+            self.end_backward(unit)
+        self._has_backward = True
+
+    # -- collectives ----------------------------------------------------------------------------
+
+    def issue(
+        self, works: Sequence[Any], begun: tuple[int, Mark], nbytes: int, tensors: Sequence[Any]
+    ) -> Collective:
+        """A collective on ``tensors`` was issued for the unit that is :attr:`issuing`."""
+        assert self.issuing is not None
+        what, unit = self.issuing
+        # A backend may let go of its tensors when somebody has waited, which the clock does first.
+        held = tensors if self.runs_ahead else ()
+        collective = Collective(what, unit.name, *begun, nbytes, held)
+        self._collectives.append(collective)
+        if what is What.ALL_GATHER:
+            self.gathers[unit] = collective
+        self.clock.mark_after(works, collective.has_ended)
+        return collective
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """A forward of a whole model begins: a step has ended if an optimizer has stepped."""
+        if self.runs_ahead and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "fullshard.trace cannot record a step while it is captured in a CUDA graph, where "
+                "nothing runs: trace the same step without capture"
+            )
+        self._end_step()
+
+    def end(self) -> None:
+        """Nothing follows: the step that runs has ended, if it got to its backward's end."""
+        self._end_step()
+
+    def _end_step(self) -> None:
+        ended, self._step_end = self._step_end, None
+        if not self._has_backward or (ended is None and self._has_seen_optimizer):
+            self._step_end = ended
+            return
+        self._has_backward = False
+        self._bounds.append(self.mark() if ended is None else ended)
+        self.meter.note_all_gradients()
+        self.on_step()
+
+    @property
+    def _has_seen_optimizer(self) -> bool:
+        return self.meter.knows_optimizer
+
+    @property
+    def has_step_behind(self) -> bool:
+        """Whether an optimizer has stepped since the last step that has ended."""
+        return self._step_end is not None and self._has_backward
+
+    @property
+    def steps_ended(self) -> int:
+        return len(self._bounds) - 1
+
+    def _optimizer_begins(self, optimizer: Any, *_: Any) -> None:
+        self._in_optimizer = self.begin()
+
+    def _optimizer_ended(self, optimizer: Any, *_: Any) -> None:
+        begun, self._in_optimizer = self._in_optimizer, None
+        if begun is None:
+            return
+        self.meter.note_optimizer(optimizer)
+        self._step_end = self.mark()
+        self._spans.append(_Span(What.OPTIMIZER, "", *begun, self._step_end))
+        self.meter.sample(self._step_end)
+
+    # -- what was recorded ----------------------------------------------------------------------
+
+    def trace(self, rank: int) -> RankTrace:
+        """Everything, on the host's clock."""
+        self.clock.settle()
+        seconds = self.clock.seconds
+        records = [
+            Record(s.what, s.unit, s.issued * 1e-9, seconds(s.started), seconds(s.ended))
+            for s in self._spans
+        ]
+        records += self._collective_records(seconds)
+        records.sort(key=lambda record: record.issued)
+        bounds = [*map(seconds, self._bounds)]
+        steps = [
+            Step(number, *bound) for number, bound in enumerate(itertools.pairwise(bounds), start=1)
+        ]
+        return RankTrace(
+            rank,
+            host_name(),
+            _device_name(self.device),
+            steps,
+            records,
+            self.meter.memory(seconds),
+        )
+
+    def _collective_records(self, seconds: Callable[[Mark], float]) -> list[Record]:
+        """Collectives of one kind run one after the other on a device: see ``DeviceClock``."""
+        found: list[Record] = []
+        last: dict[What, float] = {}
+        for each in self._collectives:
+            end = each.ended if each.ended is not None else each.seen
+            if end is None:
+                continue
+            started, ended = seconds(each.started), seconds(end)
+            if self.runs_ahead:
+                started = min(max(started, last.get(each.what, started)), ended)
+                last[each.what] = ended
+            found.append(
+                Record(each.what, each.unit, each.issued * 1e-9, started, ended, each.nbytes)
+            )
+        return found
+
+    def unit_facts(self) -> list[UnitFacts]:
+        """What is known of the units."""
+        return [
+            UnitFacts(
+                unit.name,
+                sum(handle.layout.padded_numel for handle in unit.handles),
+                unit.options.strategy.name,
+            )
+            for unit in self.units
+        ]
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
+
+
+def _as_one_of(own: type) -> Any:
+    """A ``__reduce_ex__`` that copies and pickles an object as one of its own class."""
+
+    # A class that says itself how to copy and pickle its objects, or none of the engine's.
+    says: Any = None if own.__reduce__ is object.__reduce__ else own.__reduce__  # type: ignore[comparison-overlap]
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        if says is not None:
+            return says(self)
+        return copyreg.__newobj__, (own,), self.__getstate__()  # type: ignore[attr-defined]
+
+    return reduce
+
+
+@functools.cache
+def host_name() -> str:
+    """What tells hosts apart whose clocks differ: the name, and since when it runs."""
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}"
+    return f"{socket.gethostname()} {os.getpid()}"
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    module = torch.get_device_module(device)
+    name = getattr(module, "get_device_name", None)
+    return device.type if name is None else str(name(device))

@@ -1,0 +1,359 @@
+"""What a trace records of real steps on real ranks."""
+
+from __future__ import annotations
+
+import copy
+import time
+import types
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+import fullshard
+from fullshard import ShardingStrategy
+from fullshard.state.model.units import steps_of, units_in
+from fullshard.testing import device, ranks
+from fullshard.tracing.analysis import accounted_for, straggler
+from fullshard.tracing.records import CAUSES, COLLECTIVES, What
+from fullshard.tracing.report import peak_of
+
+from .training import APIS, in_place, stepper, wrapped
+
+each_api = pytest.mark.parametrize("api", sorted(APIS))
+
+
+def engine_classes(sharded: nn.Module) -> list[type]:
+    """The classes of everything that a trace extends."""
+    found: list[type] = []
+    for unit, schedule in steps_of(sharded):
+        things = (unit, unit.reduction, unit.shards, schedule, schedule._backward)
+        found += [type(each) for each in things]
+    return found
+
+
+@each_api
+@ranks(2)
+def test_every_unit_is_gathered_computes_and_is_reduced(api: str) -> None:
+    sharded = APIS[api]()
+    step, optimizer = stepper(sharded)
+    step()
+
+    with fullshard.trace(sharded, optimizer) as trace:
+        step()
+        step()
+
+    count = Counter((record.what, record.unit) for record in trace.records)
+    names = [unit.name for unit in units_in(sharded)]
+    assert len(names) == 4
+    for name in names:
+        assert count[What.FORWARD, name] == 2
+        assert count[What.BACKWARD, name] == 2
+        assert count[What.REDUCE_SCATTER, name] == 2
+        assert count[What.ALL_GATHER, name] >= 2
+        # Whatever was all-gathered was waited for.
+        assert count[What.ALL_GATHER, name] == count[What.WAIT_ALL_GATHER, name]
+    assert count[What.OPTIMIZER, ""] == 2
+    assert len(trace.data.steps_of(0)) == 2
+
+
+@each_api
+@ranks(2)
+def test_backward_goes_through_units_in_reverse(api: str) -> None:
+    sharded = APIS[api]()
+    step, _ = stepper(sharded)
+    step()
+
+    with fullshard.trace(sharded) as trace:
+        step()
+
+    blocks = [unit.name for unit in units_in(sharded)][1:]
+    forward = [r.unit for r in trace.records if r.what is What.FORWARD and r.unit in blocks]
+    backward = [r.unit for r in trace.records if r.what is What.BACKWARD and r.unit in blocks]
+    assert forward == blocks
+    assert backward == blocks[::-1]
+
+
+@ranks(2)
+def test_bytes_of_collectives_are_those_of_the_units_parameters() -> None:
+    sharded = in_place()
+    step, _ = stepper(sharded)
+    step()
+
+    with fullshard.trace(sharded) as trace:
+        step()
+
+    # Two linears of 16 to 32 and back, with biases, in float32.
+    expected = 4 * (16 * 32 + 32 + 32 * 16 + 16)
+    sizes = {r.nbytes for r in trace.records if r.what in COLLECTIVES and r.unit in ("0", "1", "2")}
+    assert sizes == {expected}
+
+
+@each_api
+@ranks(2)
+def test_times_are_in_order(api: str) -> None:
+    sharded = APIS[api]()
+    step, _ = stepper(sharded)
+    step()
+
+    with fullshard.trace(sharded) as trace:
+        step()
+
+    (only,) = trace.data.steps_of(dist.get_rank())
+    for record in trace.records:
+        assert record.issued <= record.started <= record.ended
+    last = {r.unit: r for r in trace.records if r.what is What.REDUCE_SCATTER}
+    waits = {r.unit: r for r in trace.records if r.what is What.WAIT_REDUCE}
+    for unit, wait in waits.items():
+        # Compute goes on after the collective has ended.
+        assert last[unit].ended <= wait.ended
+    assert only.seconds > 0
+
+
+@each_api
+@ranks(2)
+def test_a_traced_step_computes_what_an_untraced_one_does(api: str) -> None:
+    plain_step, _ = stepper(plain := APIS[api]())
+    traced_step, optimizer = stepper(traced := APIS[api]())
+
+    expected = [plain_step() for _ in range(4)]
+    found = [traced_step()]
+    with fullshard.trace(traced, optimizer):
+        found += [traced_step(), traced_step()]
+    found.append(traced_step())
+
+    assert found == expected
+    for one, other in zip(plain.parameters(), traced.parameters(), strict=True):
+        assert torch.equal(*(getattr(p, "_local_tensor", p) for p in (one, other)))
+
+
+@each_api
+@ranks(2)
+def test_the_engine_is_what_it_was_after_a_trace(api: str) -> None:
+    sharded = APIS[api]()
+    step, optimizer = stepper(sharded)
+    step()
+    before = engine_classes(sharded)
+    hooks = len(_global_optimizer_pre_hooks)
+
+    with fullshard.trace(sharded, optimizer):
+        step()
+        assert engine_classes(sharded) != before
+
+    assert engine_classes(sharded) == before
+    assert len(_global_optimizer_pre_hooks) == hooks
+    for unit in units_in(sharded):
+        # Nothing was put on the objects themselves.
+        bound = [v for v in vars(unit).values() if isinstance(v, types.MethodType)]
+        assert all("racing" not in method.__module__ for method in bound)
+
+
+@ranks(2)
+def test_a_step_that_raises_ends_the_trace_and_leaves_the_engine_as_it_was() -> None:
+    sharded = wrapped()
+    step, _ = stepper(sharded)
+    step()
+    before = engine_classes(sharded)
+
+    trace = fullshard.trace(sharded)
+    with pytest.raises(ZeroDivisionError):
+        fail_in(trace, step)
+
+    assert engine_classes(sharded) == before
+    with pytest.raises(RuntimeError, match="nothing recorded"):
+        _ = trace.data
+    step()
+
+
+def fail_in(trace: fullshard.Trace, step: Callable[[], object]) -> None:
+    with trace:
+        step()
+        _ = 1 / 0
+
+
+@ranks(2)
+def test_a_copy_made_during_a_trace_is_not_traced() -> None:
+    sharded = wrapped()
+    step, _ = stepper(sharded)
+    step()
+
+    with fullshard.trace(sharded):
+        copied = copy.deepcopy(sharded)
+        step()
+
+    assert all("Traced" not in type(unit).__name__ for unit in units_in(copied))
+    copied_step, _ = stepper(copied)
+    copied_step()
+
+
+@ranks(2)
+def test_another_model_on_the_same_ranks_is_not_recorded() -> None:
+    traced_step, _ = stepper(traced := wrapped(blocks=1))
+    other_step, _ = stepper(wrapped(blocks=3))
+    traced_step(), other_step()
+
+    with fullshard.trace(traced) as trace:
+        traced_step()
+        other_step()
+
+    gathers = [r.unit for r in trace.records if r.what is What.REDUCE_SCATTER]
+    assert len(gathers) == 2
+
+
+@ranks(2)
+def test_recording_ends_after_the_steps_that_were_asked_for() -> None:
+    sharded = wrapped()
+    step, optimizer = stepper(sharded)
+    step()
+    before = engine_classes(sharded)
+
+    with fullshard.trace(sharded, optimizer, steps=2) as trace:
+        for _ in range(3):
+            step()
+        assert engine_classes(sharded) == before
+        step()
+
+    assert len(trace.data.steps_of(0)) == 2
+
+
+@ranks(2)
+def test_backwards_that_accumulate_are_one_step() -> None:
+    sharded = wrapped()
+    step, optimizer = stepper(sharded)
+    step()
+    inputs = torch.ones(4, 16, device=device())
+
+    with fullshard.trace(sharded, optimizer) as trace:
+        sharded(inputs).sum().backward()
+        step()
+
+    assert len(trace.data.steps_of(0)) == 1
+    assert sum(r.what is What.BACKWARD and r.unit == "0" for r in trace.records) == 2
+
+
+@ranks(2)
+def test_without_an_optimizer_a_step_ends_with_its_backward() -> None:
+    sharded = wrapped()
+    inputs = torch.ones(4, 16, device=device())
+    sharded(inputs).sum().backward()
+
+    with fullshard.trace(sharded) as trace:
+        for _ in range(3):
+            sharded(inputs).sum().backward()
+
+    assert len(trace.data.steps_of(0)) == 3
+
+
+@ranks(2)
+def test_a_slow_rank_is_marked_as_the_straggler() -> None:
+    sharded = wrapped()
+    step, optimizer = stepper(sharded)
+    for _ in range(3):
+        # Until the ranks expect each other's operations, they wait where these are agreed on.
+        step()
+
+    with fullshard.trace(sharded, optimizer) as trace:
+        for _ in range(2):
+            if dist.get_rank() == 1:
+                time.sleep(0.1)
+            step()
+
+    found = straggler(trace.data.summaries)
+    assert found is not None
+    assert found.rank == 1
+    # It sleeps for 0.1 s in each step, and the other rank waits for that.
+    assert 0.05 < found.seconds < 0.5
+    assert "rank 1 is busy" in trace.summary()
+
+
+@each_api
+@ranks(2)
+def test_memory_is_counted_by_cause(api: str) -> None:
+    sharded = APIS[api](width=64)
+    step, optimizer = stepper(sharded, width=64)
+    step()
+    at_rest = sum(getattr(p, "_local_tensor", p).nbytes for p in sharded.parameters())
+
+    with fullshard.trace(sharded, optimizer) as trace:
+        step()
+
+    (own,) = [t for t in trace.data.ranks if t.rank == dist.get_rank()]
+    # Shards and gradient shards may be padded; Adam has two values for each element.
+    block = 4 * (64 * 128 + 128 + 128 * 64 + 64)
+    for moment in own.memory:
+        assert moment.shards == pytest.approx(at_rest, rel=0.01)
+        assert moment.optimizer == pytest.approx(2 * at_rest, rel=0.01)
+        assert moment.unsharded <= 3 * block + 10_000
+    assert max(m.unsharded for m in own.memory) >= 2 * block
+    assert max(m.reduce_buffers for m in own.memory) >= block
+    assert max(m.gradients for m in own.memory) == pytest.approx(at_rest, rel=0.01)
+    assert own.memory[0].unsharded == own.memory[0].reduce_buffers == 0
+    if (peak := peak_of(own)) is not None and peak.rest is not None:
+        assert peak.total == sum(getattr(peak, cause) for cause in CAUSES)
+
+
+@ranks(2)
+def test_a_trace_accounts_for_a_steps_time() -> None:
+    sharded = wrapped(width=512, blocks=6)
+    step, optimizer = stepper(sharded, width=512, rows=256)
+    step()
+
+    with fullshard.trace(sharded, optimizer) as trace:
+        for _ in range(3):
+            step()
+
+    assert accounted_for(trace.data.ranks[0]) > 0.95
+
+
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
+@ranks(2)
+def test_other_strategies_are_traced_too(strategy: str) -> None:
+    sharded = wrapped(strategy=ShardingStrategy[strategy])
+    step, optimizer = stepper(sharded)
+    step()
+
+    with fullshard.trace(sharded, optimizer) as trace:
+        step()
+
+    count = Counter(record.what for record in trace.records)
+    assert count[What.REDUCE_SCATTER] == 4
+    assert count[What.ALL_GATHER] == (4 if strategy == "SHARD_GRAD_OP" else 0)
+
+
+@ranks(2)
+def test_the_first_rank_writes_what_is_asked_for(folder: str) -> None:
+    sharded = wrapped()
+    step, optimizer = stepper(sharded)
+    step()
+    paths = [Path(folder, "sub", name) for name in ("trace.html", "trace.json")]
+
+    with fullshard.trace(sharded, optimizer, path=paths):
+        step()
+
+    dist.barrier()
+    assert all(path.stat().st_size > 1000 for path in paths)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    return str(tmp_path)
+
+
+def test_a_model_without_units_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no units"):
+        fullshard.trace(nn.Linear(2, 2)).start()
+
+
+def test_a_path_of_no_known_format_is_refused_before_anything_is_recorded() -> None:
+    with pytest.raises(ValueError, match=r"\.html, \.json, \.png"):
+        fullshard.trace(nn.Linear(2, 2), path="trace.txt")
+
+
+def test_fewer_than_one_step_are_refused() -> None:
+    with pytest.raises(ValueError, match="1 step or more"):
+        fullshard.trace(nn.Linear(2, 2), steps=0)
