@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .api import (
     BackwardPrefetch,
+    Communication,
     CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -62,6 +63,7 @@ __all__ = [
     "CapturedStep",
     "Checkpoint",
     "CheckpointError",
+    "Communication",
     "DataParallelMeshDims",
     "FSDPModule",
     "FlatParameter",

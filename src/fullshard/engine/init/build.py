@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...api import CPUOffload
+from ...api import Communication, CPUOffload
 from ..comm.collectives import Group, group_for
 from ..comm.process_groups import ProcessGroups
+from ..encoding.encodings import Encodings
 from ..params.handle import FlatParamHandle
 from ..params.locations import (
     clean_tensor_name,
@@ -21,6 +22,7 @@ from ..params.locations import (
 from ..params.tensor_parallel import Distribution
 from ..runtime.policy import UnitOptions
 from ..runtime.unit import Unit
+from .communication import few_ranks
 
 ParameterOrder = dict[nn.Module, tuple[str, ...]]
 
@@ -62,16 +64,33 @@ def managed_parameters(
 
 
 def group_parameters(
-    parameters: Iterable[nn.Parameter], use_orig_params: bool
+    parameters: Iterable[nn.Parameter],
+    use_orig_params: bool,
+    communication: Communication | None = None,
 ) -> list[list[nn.Parameter]]:
-    """Parameters that can share a flat buffer, together, in order of first appearance."""
+    """Parameters that can share a flat buffer, together, in order of first appearance.
+
+    With ``communication``, those that are sent encoded have groups of their own.
+    """
     if not use_orig_params:
         everything = list(parameters)
         return [everything] if everything else []
     groups: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
-        groups.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
+        key: Any = (parameter.dtype, parameter.requires_grad)
+        if communication is not None:
+            key = (*key, communication.encodes_parameter(parameter))
+        groups.setdefault(key, []).append(parameter)
     return list(groups.values())
+
+
+def encodings_of(
+    group: Sequence[nn.Parameter], communication: Communication, ranks: int
+) -> Encodings | None:
+    """The encodings in which ``ranks`` send each other what belongs to a group, if any."""
+    if ranks == 1 or not communication.encodes_parameter(group[0]):
+        return None
+    return Encodings.of(communication)
 
 
 def buffers_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
@@ -174,7 +193,8 @@ def build_unit(
 
     ``distributions`` says of which parameters these are the local parts only.
     """
-    grouped = group_parameters(parameters, options.use_orig_params)
+    communication, ranks = options.communication, groups.shards.size()
+    grouped = group_parameters(parameters, options.use_orig_params, communication)
     places = find_locations(module, parameters) if parameters else {}
     precision = options.mixed_precision
     handles: list[FlatParamHandle] = []
@@ -193,8 +213,12 @@ def build_unit(
             places=places,
             distributions=distributions,
             shard=True,
+            encodings=encodings_of(group, communication, ranks) if communication else None,
         )
         handles.append(handle)
     shards = group_for(groups.shards, device)
     copies = group_for(groups.copies, device) if groups.copies is not None else None
-    return Unit(type(module).__name__, module, handles, shards, copies, device, options)
+    unit = Unit(type(module).__name__, module, handles, shards, copies, device, options)
+    if communication is not None and communication.secondary_shards:
+        unit.keep_parts(few_ranks(communication, groups.shards, device))
+    return unit
