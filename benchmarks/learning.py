@@ -93,10 +93,10 @@ def main() -> None:
     losses = {row: list(map(final, runs)) for row, runs in curves.items()}
     first = losses["full precision"]
     spread = max(first) - min(first)
-    table = {}
-    for row, values in losses.items():
-        by_seed = {f"seed {seed}": loss for seed, loss in zip(given.seeds, values, strict=True)}
-        table[row] = {**by_seed, "loss": mean(values), "difference": mean(values) - mean(first)}
+    table: dict[str, dict[str, float]] = {}
+    for row, found in losses.items():
+        by_seed = {f"seed {seed}": loss for seed, loss in zip(given.seeds, found, strict=True)}
+        table[row] = {**by_seed, "loss": mean(found), "difference": mean(found) - mean(first)}
     columns = [*(f"seed {seed}" for seed in given.seeds), "loss", "difference"]
     show_table(columns, {r: {c: f"{v:.4f}" for c, v in of.items()} for r, of in table.items()})
     print(f"spread of seeds in full precision: {spread:.4f}")

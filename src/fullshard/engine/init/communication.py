@@ -40,6 +40,12 @@ def checked_communication(given: Any, options: UnitOptions, ranks: int) -> Commu
             f"forward, but {options.strategy} keeps full parameters for the backward: choose "
             "FULL_SHARD or HYBRID_SHARD, or leave secondary_shards out"
         )
+    asked = given.secondary_shards
+    if asked and asked is not True and ranks % asked:
+        raise ValueError(
+            f"secondary_shards={asked} expects a number of ranks that divides the {ranks} ranks "
+            "that share parameters"
+        )
     return given
 
 
