@@ -117,6 +117,9 @@ class Instant(dist.ProcessGroup):
             for output in outputs:
                 if output.is_floating_point():
                     output.normal_(std=0.02)
+                elif output.dtype is torch.uint8:
+                    # Encoded numbers, which stay what they are where nothing is received.
+                    output.zero_()
 
     def _reduced(self, outputs: Sequence[torch.Tensor]) -> None:
         if self.fill:
@@ -167,8 +170,13 @@ class Instant(dist.ProcessGroup):
     def broadcast(self, tensors: Sequence[torch.Tensor], *_: Any, **__: Any) -> Work:
         return self._launch(tensors)
 
-    def alltoall_base(self, output: torch.Tensor, *_: Any, **__: Any) -> Work:
-        return self._launch([output])
+    def alltoall_base(
+        self, output: torch.Tensor, _: Any, sizes: Sequence[int] = (), *__: Any, **___: Any
+    ) -> Work:
+        if self.fill and output.dtype is torch.uint8:
+            output.zero_()
+        # With sizes, an output has no room for what a rank keeps where it is.
+        return self._launch([output], times=self.size() / (self.size() - 1) if sizes else 1.0)
 
     def barrier(self, *_: Any, **__: Any) -> Work:
         return self._launch([])

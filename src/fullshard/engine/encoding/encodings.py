@@ -89,8 +89,8 @@ class BlockEncoding(Encoding):
     def encode(self, rows: torch.Tensor, encoded: torch.Tensor) -> None:
         numel = rows.shape[1]
         codes, scales = self.codes_of(encoded, numel), self.scales_of(encoded, numel)
-        if kernels.serve(rows):
-            kernels.encode(rows, codes, scales, self.block_size, self.largest_code)
+        if self._has_kernels(rows):
+            kernels.encode(rows, codes, scales, self.block_size)
             return
         for row_scales, *row in zip(scales, codes, rows, strict=True):
             # Row by row: what is scaled has memory of its own.
@@ -110,7 +110,7 @@ class BlockEncoding(Encoding):
     def decode(self, encoded: torch.Tensor, rows: torch.Tensor) -> None:
         numel = rows.shape[1]
         codes, scales = self.codes_of(encoded, numel), self.scales_of(encoded, numel)
-        if kernels.serve(rows):
+        if self._has_kernels(rows):
             kernels.decode(codes, scales, rows, self.block_size)
             return
         for part_scales, part_codes, places in self._parts(scales, codes, rows):
@@ -123,12 +123,16 @@ class BlockEncoding(Encoding):
     def add(self, encoded: torch.Tensor, total: torch.Tensor) -> None:
         numel = total.numel()
         codes, scales = self.codes_of(encoded, numel), self.scales_of(encoded, numel)
-        if kernels.serve(total):
+        if self._has_kernels(total):
             kernels.add(codes, scales, total, self.block_size)
             return
         for row_scales, row_codes in zip(scales, codes, strict=True):
             for part_scales, part_codes, sums in self._parts(row_scales, row_codes, total):
                 sums.addcmul_(part_codes.to(sums.dtype), part_scales.to(sums.dtype))
+
+    def _has_kernels(self, numbers: torch.Tensor) -> bool:
+        # Not every GPU that Triton knows converts to float8.
+        return self.dtype is torch.int8 and kernels.serve(numbers)
 
     def _parts(self, scales: torch.Tensor, *rows: torch.Tensor) -> Iterator[list[torch.Tensor]]:
         """The blocks of rows that are whole, then the last ones if they are not, as views.

@@ -1,4 +1,4 @@
-"""The block encoding in one pass over memory, by Triton, on GPUs where Triton is installed.
+"""The block encoding of int8 in one pass over memory, by Triton, on GPUs where Triton is installed.
 
 The arithmetic is that of ``encodings.py``, with which the tests compare it.
 """
@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 
+#: What kernels read and write; they compute in float32.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def serve(tensor: torch.Tensor) -> bool:
     """True if kernels do the work for what is on the device of ``tensor``."""
-    return tensor.is_cuda and _compiled() is not None
+    return tensor.is_cuda and tensor.dtype in _DTYPES and _compiled() is not None
 
 
-def encode(
-    rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, block: int, largest_code: float
-) -> None:
+def encode(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, block: int) -> None:
     """Write the codes and scales of ``rows``: one program for each block."""
     kernels, numel = _compiled(), rows.shape[1]
     kernels.encode[scales.shape[1], rows.shape[0]](
@@ -31,9 +32,7 @@ def encode(
         rows.stride(0),
         codes.stride(0),
         scales.stride(0),
-        largest_code,
         BLOCK=block,
-        ROUNDS=codes.dtype is torch.int8,
         WIDTH=_width(block),
     )
 

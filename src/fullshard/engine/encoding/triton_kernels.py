@@ -1,4 +1,4 @@
-"""Triton programs of the block encoding; imported where Triton is installed, by ``kernels.py``."""
+"""Triton programs of the block encoding of int8; imported by ``kernels.py``, where Triton is."""
 
 # mypy: ignore-errors
 # Triton compiles these functions from their source, and their arguments are no Python values.
@@ -21,9 +21,7 @@ def encode(
     rows_stride,
     codes_stride,
     scales_stride,
-    largest_code,
     BLOCK: tl.constexpr,
-    ROUNDS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Write the codes and the scale of one block."""
@@ -36,14 +34,12 @@ def encode(
     largest = tl.max(tl.abs(values), axis=0)
     # A maximum may leave NaN out; a sum does not.
     nan = tl.sum(tl.where(values != values, 1, 0), axis=0) > 0
-    scale = tl.where(nan, float("nan"), largest / largest_code)
+    scale = tl.where(nan, float("nan"), largest / 127.0)
     scale = tl.where(scale < _TINY, 0.0, scale)
     inverse = tl.where(scale == 0.0, 0.0, 1.0 / scale)
-    scaled = values * inverse
-    if ROUNDS:
-        # To the nearest, halves to even: adding and taking away 1.5 * 2^23 leaves no fraction.
-        scaled = (scaled + 12582912.0) - 12582912.0
-    tl.store(codes + row * codes_stride + at, scaled.to(codes.dtype.element_ty), mask=used)
+    # To the nearest, halves to even: adding and taking away 1.5 * 2^23 leaves no fraction.
+    rounded = (values * inverse + 12582912.0) - 12582912.0
+    tl.store(codes + row * codes_stride + at, rounded.to(tl.int8), mask=used)
     tl.store(scales + row * scales_stride + block, scale)
 
 
