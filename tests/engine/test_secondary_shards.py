@@ -216,7 +216,7 @@ def test_gradients_are_added_up_inside_hosts_and_encoded_once(api: str) -> None:
     try:
         mesh = dist.device_mesh.DeviceMesh.from_group(dist.new_group(range(4)), "cpu")
         model: Any = _one_rank_uses_one(dist.get_rank())
-        communication = Communication(torch.int8, torch.int8, min_numel=0)
+        communication = Communication(reduce_dtype=torch.int8, min_numel=0)
         if api == "wrapper":
             model = shard(api, model, communication, process_group=mesh.get_group())
         else:
