@@ -117,6 +117,9 @@ class Instant(dist.ProcessGroup):
             for output in outputs:
                 if output.is_floating_point():
                     output.normal_(std=0.02)
+                elif output.dtype is torch.uint8:
+                    # Encoded numbers, which stay what they are where nothing is received.
+                    output.zero_()
 
     def _reduced(self, outputs: Sequence[torch.Tensor]) -> None:
         if self.fill:
@@ -167,11 +170,22 @@ class Instant(dist.ProcessGroup):
     def broadcast(self, tensors: Sequence[torch.Tensor], *_: Any, **__: Any) -> Work:
         return self._launch(tensors)
 
-    def alltoall_base(self, output: torch.Tensor, *_: Any, **__: Any) -> Work:
-        if output.dtype is torch.uint8:
-            # The bytes of numbers like gradients.
-            self._reduced([output.view(torch.float32)] if output.nbytes % 4 == 0 else [])
-        return self._launch([output])
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        sent: torch.Tensor,
+        sizes: Sequence[int] = (),
+        *_: Any,
+        **__: Any,
+    ) -> Work:
+        if self.fill and output.numel() == sent.numel():
+            # Encoded gradients, or pieces of tensors: others send what this rank sends.
+            output.copy_(sent)
+        elif self.fill and output.nbytes % 4 == 0:
+            self._reduced([output.view(torch.uint8).view(torch.float32)])
+        keeps_own = bool(sizes) and sizes[self.rank()] == 0
+        # An output without room for what a rank keeps where it is comes from others altogether.
+        return self._launch([output], times=self.size() / (self.size() - 1) if keeps_own else 1.0)
 
     def barrier(self, *_: Any, **__: Any) -> Work:
         return self._launch([])

@@ -141,7 +141,9 @@ def megatron_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimize
     return fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=False)
 
 
-def fullshard(model: nn.Module, setting: Setting, strategy: str = "FULL_SHARD") -> nn.Module:
+def fullshard(
+    model: nn.Module, setting: Setting, strategy: str = "FULL_SHARD", communication: Any = None
+) -> nn.Module:
     from fullshard import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
     from fullshard.wrap import ModuleWrapPolicy
 
@@ -152,7 +154,22 @@ def fullshard(model: nn.Module, setting: Setting, strategy: str = "FULL_SHARD") 
         sharding_strategy=ShardingStrategy[strategy],
         mixed_precision=MixedPrecision(**setting.precision),
         use_orig_params=True,
+        communication=communication,
     )
+
+
+def fullshard_communicating(**options: Any) -> Build:
+    """A row that communicates as these options of ``fullshard.Communication`` say."""
+
+    def build(model: nn.Module, setting: Setting) -> nn.Module:
+        from fullshard import Communication
+
+        return fullshard(model, setting, communication=Communication(**options))
+
+    return build
+
+
+INT8 = {"all_gather_dtype": torch.int8, "reduce_dtype": torch.int8}
 
 
 def fullshard_grad_op(model: nn.Module, setting: Setting) -> nn.Module:
@@ -173,6 +190,10 @@ ROWS: dict[str, Build] = {
     "fullshard fully_shard": fullshards_fully_shard,
     "fullshard SHARD_GRAD_OP": fullshard_grad_op,
     "fullshard HYBRID_SHARD": fullshard_hybrid,
+    "fullshard int8 gather": fullshard_communicating(all_gather_dtype=torch.int8),
+    "fullshard int8": fullshard_communicating(**INT8),
+    "fullshard secondary shards": fullshard_communicating(secondary_shards=True),
+    "fullshard int8, secondary shards": fullshard_communicating(**INT8, secondary_shards=True),
 }
 
 #: What a row does to the optimizer of its model, if anything.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import optim
 from .api import (
     BackwardPrefetch,
+    Communication,
     CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -64,6 +65,7 @@ __all__ = [
     "CapturedStep",
     "Checkpoint",
     "CheckpointError",
+    "Communication",
     "DataParallelMeshDims",
     "FSDPModule",
     "FlatParameter",

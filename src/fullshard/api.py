@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "Communication",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "LocalOptimStateDictConfig",
@@ -180,6 +181,72 @@ class OptimStateKeyType(Enum):
 
     PARAM_NAME = auto()
     PARAM_ID = auto()
+
+
+#: What numbers may be all-gathered in, and reduced in, in place of their own dtype.
+ALL_GATHER_DTYPES = (torch.int8, torch.float8_e4m3fn)
+REDUCE_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Communication:
+    """What ranks send each other in place of whole numbers, and from where backward gathers.
+
+    ``all_gather_dtype``
+        Parameters are all-gathered in 8 bits, ``torch.int8`` or ``torch.float8_e4m3fn``, with a
+        scale for each ``block_size`` of them, and computed with as before.
+    ``reduce_dtype``
+        Gradients are sent in 8 bits likewise, or in ``torch.bfloat16``, and added up in float32.
+    ``min_numel``
+        Parameters with fewer elements, or less than two dimensions, such as norms and biases, stay
+        as they are, and so do their gradients.
+    ``secondary_shards``
+        After forward, a unit keeps a second shard of its parameters, in the precision that it
+        computes in, over the ranks of this host (True) or over so many neighbouring ranks; backward
+        gathers among these alone.
+
+    Shards, optimizer state and checkpoints stay in full precision, so that a run may be resumed
+    with other options.
+
+    >>> Communication(all_gather_dtype=torch.int8, reduce_dtype=torch.int8).block_size
+    256
+    """
+
+    all_gather_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    block_size: int = 256
+    min_numel: int = 4096
+    secondary_shards: bool | int = False
+
+    def __post_init__(self) -> None:
+        _check_dtype("all_gather_dtype", self.all_gather_dtype, ALL_GATHER_DTYPES)
+        _check_dtype("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
+        for name, least in ("block_size", 16), ("min_numel", 0):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} expects a whole number from {least}, but got {value!r}")
+        if not isinstance(self.secondary_shards, int) or self.secondary_shards < 0:
+            raise ValueError(
+                "secondary_shards expects True, False or the number of ranks that share a second "
+                f"shard, but got {self.secondary_shards!r}"
+            )
+
+    @property
+    def encodes(self) -> bool:
+        """True if anything is sent in another form than it is kept in."""
+        return self.all_gather_dtype is not None or self.reduce_dtype is not None
+
+    def encodes_parameter(self, parameter: torch.Tensor) -> bool:
+        """True if what is sent of ``parameter``, or of its gradient, is encoded."""
+        large = parameter.dim() > 1 and parameter.numel() >= self.min_numel
+        return self.encodes and large and parameter.is_floating_point()
+
+
+def _check_dtype(name: str, given: object, allowed: Sequence[torch.dtype]) -> None:
+    if given is not None and given not in allowed:
+        raise ValueError(
+            f"{name} expects None or one of {', '.join(map(str, allowed))}, but got {given!r}"
+        )
 
 
 Option = TypeVar("Option")

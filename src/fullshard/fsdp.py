@@ -6,6 +6,7 @@ What the wrapper does is decided in ``wrap``, carried out by ``engine``, and sho
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import os
 import weakref
@@ -16,9 +17,17 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
-from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, adopt
+from .api import (
+    BackwardPrefetch,
+    Communication,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    adopt,
+)
 from .construction import Initial, Material, construct_unit
 from .engine.comm.process_groups import ProcessGroups, resolve_groups, strategy_for
+from .engine.init.communication import checked_communication
 from .engine.init.optimizer_warnings import watch_optimizers, watching
 from .engine.init.packing import PLAIN, packings_of
 from .engine.init.validation import check_modules, check_one_device, note_pieces, note_places
@@ -66,7 +75,8 @@ class FullyShardedDataParallel(
     >>> model = FullyShardedDataParallel(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}))
     >>> optimizer = torch.optim.AdamW(model.parameters())
 
-    The arguments are those of ``torch.distributed.fsdp.FullyShardedDataParallel``. Runs on any
+    The arguments are those of ``torch.distributed.fsdp.FullyShardedDataParallel``, and
+    ``communication``, by which ranks send each other less (:class:`Communication`). Runs on any
     device that the process group's backend reaches; a model on the CPU computes on the CPU.
     """
 
@@ -95,6 +105,7 @@ class FullyShardedDataParallel(
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: Any = None,
         *,
+        communication: Communication | None = None,
         _left_to_ancestor: Collection[nn.Parameter] = (),
         _exempt: bool = False,
     ) -> None:
@@ -145,6 +156,9 @@ class FullyShardedDataParallel(
             limit_all_gathers,
             use_orig_params,
         )
+        if communication is not None:
+            communication = checked_communication(communication, options, groups.shards.size())
+            options = dataclasses.replace(options, communication=communication)
         initial = Initial(device_id, param_init_fn, sync_module_states)
         if auto_wrap_policy is None:
             if lowers and not _exempt:
@@ -182,6 +196,7 @@ class FullyShardedDataParallel(
             "forward_prefetch": options.forward_prefetch,
             "limit_all_gathers": options.limit_all_gathers,
             "use_orig_params": options.use_orig_params,
+            "communication": options.communication,
         }
 
     def _wrap_norms_in_full_precision(

@@ -251,6 +251,7 @@ def measure(options: Options) -> int:
         {"width": 256, "batch": 4, "sequence": 32},
         {"width": 256, "batch": 4, "sequence": 32, "strategy": "shard_grad_op"},
         {"width": 256, "batch": 4, "sequence": 32, "strategy": "no_shard"},
+        {"width": 256, "batch": 4, "sequence": 32, "all_gather": "int8", "reduce": "int8"},
     ],
     ids=str,
 )

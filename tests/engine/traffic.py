@@ -63,6 +63,45 @@ def counted_traffic() -> Iterator[Traffic]:
         yield traffic
 
 
+@dataclass
+class Received:
+    """Bytes that this rank received from others, by the size of the group that brought them."""
+
+    by_group_size: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_group_size.values())
+
+
+@contextlib.contextmanager
+def counted_bytes() -> Iterator[Received]:
+    """Count what this rank receives: a rank sends as much, if all do the same.
+
+    A broadcast's root receives nothing; of what else ranks exchange, their own part stays.
+    """
+    received = Received()
+
+    def count(name: str, call: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
+        size, nbytes = group.size(), _nbytes(args[0])
+        if name == "broadcast":
+            nbytes *= args[1].rootRank != group.rank()
+        elif name == "allreduce":
+            nbytes = 2 * nbytes * (size - 1) // size
+        elif name in ("_allgather_base", "all_gather_single"):
+            nbytes = nbytes * (size - 1) // size
+        elif name == "alltoall_base":
+            nbytes = nbytes if args[2] else nbytes * (size - 1) // size
+        else:
+            raise NotImplementedError(name)
+        found = received.by_group_size
+        found[size] = found.get(size, 0) + nbytes
+        return call(group, *args, **kwargs)
+
+    with _replaced(count, (*_GATHERS, *_REDUCES)):
+        yield received
+
+
 @contextlib.contextmanager
 def immediate_collectives() -> Iterator[None]:
     """Let collectives be complete when the call that starts them returns."""

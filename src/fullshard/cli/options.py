@@ -118,6 +118,22 @@ class Options:
         False, "Recompute the activations of each unit in backward.", planned=True
     )
 
+    all_gather: str = _sharding(
+        "full",
+        "What parameters are all-gathered in: full, int8, float8.",
+        choices=["full", "int8", "float8"],
+        planned=True,
+    )
+    reduce: str = _sharding(
+        "full",
+        "What gradients are sent in to be reduced: full, bfloat16, int8, float8.",
+        choices=["full", "bfloat16", "int8", "float8"],
+        planned=True,
+    )
+    secondary_shards: bool = _sharding(
+        False, "Keep second shards on each machine, from which backward gathers."
+    )
+
     capture: bool = _sharding(
         False, "Run steps as a CUDA graph, with one launch each; for small models on GPUs."
     )

@@ -9,20 +9,35 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard import MixedPrecision, ShardingStrategy
+from fullshard import Communication, MixedPrecision, ShardingStrategy
 from fullshard.wrap import ModuleWrapPolicy, decide, size_based_auto_wrap_policy
 from fullshard.wrap.selection import Policy
 
 from .options import Options
 from .problems import BadInput
 
-__all__ = ["STRATEGIES", "checkpoint_units", "compute_dtype", "mixed_precision", "wrap_policy"]
+__all__ = [
+    "STRATEGIES",
+    "checkpoint_units",
+    "communication",
+    "compute_dtype",
+    "mixed_precision",
+    "wrap_policy",
+]
 
 STRATEGIES = {
     "full_shard": ShardingStrategy.FULL_SHARD,
     "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
     "no_shard": ShardingStrategy.NO_SHARD,
     "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
+}
+
+
+_ON_THE_WIRE = {
+    "full": None,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "float8": torch.float8_e4m3fn,
 }
 
 
@@ -36,6 +51,14 @@ def mixed_precision(options: Options) -> MixedPrecision | None:
     if options.precision == "float32":
         return None
     return MixedPrecision(param_dtype=compute_dtype(options), reduce_dtype=torch.float32)
+
+
+def communication(options: Options) -> Communication | None:
+    """How ranks communicate by the options; None if they do as usual."""
+    all_gather, reduce = _ON_THE_WIRE[options.all_gather], _ON_THE_WIRE[options.reduce]
+    if all_gather is None and reduce is None and not options.secondary_shards:
+        return None
+    return Communication(all_gather, reduce, secondary_shards=options.secondary_shards)
 
 
 def wrap_policy(model: nn.Module, wrap: str) -> Policy | None:

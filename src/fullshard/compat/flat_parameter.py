@@ -107,7 +107,7 @@ def _full_param_padded(handle: FlatParamHandle) -> torch.Tensor:
     """The full buffer for forward and backward; it has memory while the unit is unsharded."""
     if not handle.is_sharded:
         raise AttributeError("_full_param_padded is for sharded strategies only")
-    return handle.buffer(handle.dtypes.compute).flat
+    return handle.buffer(handle.gathered_in).flat
 
 
 def _full_prec_full_param_padded(handle: FlatParamHandle) -> torch.Tensor:
@@ -121,7 +121,7 @@ def _mp_shard(handle: FlatParamHandle) -> torch.Tensor:
     """This rank's shard in compute precision, a slice of the full buffer."""
     if not _computes_in_low_precision(handle):
         raise AttributeError("_mp_shard is for mixed precision only")
-    return handle.buffer(handle.dtypes.compute).own
+    return handle.buffer(handle.gathered_in).own
 
 
 def _computes_in_low_precision(handle: FlatParamHandle) -> bool:

@@ -33,6 +33,7 @@ class Communication:
 
     def gather_with(self, comm: Any) -> None:
         """All-gather by ``comm``, in memory that it gives; by the engine's own if it is None."""
+        self._check_not_encoded("set_custom_all_gather()")
         self._gather = comm
         self._gather_memory = None if comm is None else lambda: comm
         self._unit.gather_with(comm)
@@ -40,6 +41,7 @@ class Communication:
 
     def reduce_with(self, comm: Any) -> None:
         """Reduce-scatter likewise."""
+        self._check_not_encoded("set_custom_reduce_scatter()")
         self._reduce = comm
         self._reduce_memory = None if comm is None else lambda: comm
         self._unit.reduction.set_comm(comm)
@@ -81,7 +83,16 @@ class Communication:
             own = group_for(among, self._unit.device)
         self._unit.reduction.set_group(own)
 
+    def _check_not_encoded(self, call: str) -> None:
+        given = self._unit.options.communication
+        if given is not None and given.encodes:
+            raise NotImplementedError(
+                f"{call} of unit {self._unit.name!r}, which has communication={given!r}: what is "
+                "sent encoded is sent by the engine, in memory of its own. Leave one of them out"
+            )
+
     def _check_own(self, call: str) -> None:
+        self._check_not_encoded(call)
         for what, comm in ("all gather", self._gather), ("reduce scatter", self._reduce):
             if comm is not None:
                 raise AssertionError(

@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from ..api import BackwardPrefetch, MixedPrecision
+from ..api import BackwardPrefetch, Communication, MixedPrecision
 from ..engine.comm.collectives import group_for
+from ..engine.comm.neighbours import neighbours_in
 from ..engine.comm.process_groups import ProcessGroups
-from ..engine.init.build import group_parameters, managed_parameters
+from ..engine.init.build import encodings_of, group_parameters, managed_parameters
+from ..engine.init.communication import checked_communication
 from ..engine.init.packing import PLAIN, pack
 from ..engine.init.validation import check_modules
 from ..engine.params.extended_handle import ExtendedRowHandle, is_extended
@@ -53,6 +55,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (a constant)
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    communication: Communication | None = None,
 ) -> Any:
     """Shard the parameters of ``module``, in place, over the ranks of ``mesh``.
 
@@ -66,7 +69,8 @@ def fully_shard(
     >>> model = fully_shard(model)
     >>> optimizer = torch.optim.AdamW(model.parameters())
 
-    The arguments are those of ``torch.distributed.fsdp.fully_shard``.
+    The arguments are those of ``torch.distributed.fsdp.fully_shard``, and ``communication``, by
+    which ranks send each other less (:class:`fullshard.Communication`).
     """
     return Application(
         name="fully_shard",
@@ -79,6 +83,7 @@ def fully_shard(
         precision=mp_policy,
         offload=offload_policy,
         ignored=frozenset(ignored_params or ()),
+        communication=communication,
     ).to(module)
 
 
@@ -99,12 +104,13 @@ class Application:
     precision: MixedPrecisionPolicy
     offload: OffloadPolicy
     ignored: Collection[nn.Parameter]
+    communication: Communication | None = None
 
     def to(self, module: Any) -> Any:
         """Make a unit of the module, or of the modules in a list, and return it or the list."""
         modules = _check(module, self.name)
         data_parallel = self._data_parallel()
-        reshards, few = _resharding(self.reshard_after_forward, data_parallel)
+        reshards, few = _resharding(self._few_after_forward(data_parallel), data_parallel)
         root: Any = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         everything = [m for m in root.modules() if len(modules) == 1 or m is not root]
         check_modules(root, everything)
@@ -116,6 +122,22 @@ class Application:
         watch_steps()
         watch_clipping()
         return module
+
+    def _few_after_forward(self, data_parallel: DataParallelMesh) -> bool | int | None:
+        """What to reshard to after forward: secondary shards are those of a few ranks."""
+        given = self.communication
+        asked = False if given is None else given.secondary_shards
+        if given is None or not asked:
+            return self.reshard_after_forward
+        if self.reshard_after_forward not in (None, True):
+            raise ValueError(
+                f"secondary_shards={asked} says to how many ranks a forward leaves parameters, and "
+                f"so does reshard_after_forward={self.reshard_after_forward}: leave one of them out"
+            )
+        if data_parallel.shard_size == 1:
+            return self.reshard_after_forward
+        few = neighbours_in(data_parallel.groups.shards, asked)
+        return self.reshard_after_forward if few is None else int(few.size())
 
     def _data_parallel(self) -> DataParallelMesh:
         if self.dims is None:
@@ -146,6 +168,10 @@ class Application:
             limit_all_gathers=True,
             use_orig_params=True,
         )
+        if self.communication is not None:
+            size = data_parallel.shard_size
+            checked = checked_communication(self.communication, options, size)
+            options = dataclasses.replace(options, communication=checked)
         offloads = isinstance(self.offload, CPUOffloadPolicy) or (
             type(self.offload).__name__ == "CPUOffloadPolicy"
         )
@@ -357,13 +383,14 @@ def _handles(
     policy: MixedPrecisionPolicy,
 ) -> list[FlatParamHandle]:
     places = find_locations(root, parameters)
+    communication, ranks = options.communication, data_parallel.shard_size
     extended = [parameter for parameter in parameters if is_extended(parameter)]
     plain = [parameter for parameter in parameters if not is_extended(parameter)]
     make_extended = functools.partial(
         ExtendedRowHandle, mesh=data_parallel.mesh_of_gathers, policy=policy
     )
     make_packed = functools.partial(PackedRowHandle, packings=packings)
-    grouped = group_parameters(plain, use_orig_params=True, packed=packings)
+    grouped = group_parameters(plain, True, packings, communication)
     groups: list[tuple[Any, list[nn.Parameter]]] = [
         *((make_packed if group[0] in packings else RowHandle, group) for group in grouped),
         *((make_extended, group) for group in group_parameters(extended, use_orig_params=True)),
@@ -380,6 +407,7 @@ def _handles(
             places=places,
             shardings=[data_parallel.sharding(p, dims[p], distributions.get(p)) for p in group],
             distributions=distributions,
+            encodings=encodings_of(group, communication, ranks, packings),
         )
         for make, group in groups
     ]

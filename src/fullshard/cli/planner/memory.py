@@ -52,7 +52,8 @@ class UnitSizes:
     ``shard`` and ``gradient_shard`` are persistent. ``full`` is in use while the unit is unsharded,
     ``reduce_buffer`` from the last gradient until the reduce-scatter is done. ``reduced`` is the
     output of the reduce-scatter. ``gathered`` is what an all-gather fills apart from the full
-    parameters, until they are copied from it.
+    parameters, until they are copied from it. ``messages`` are encoded gradients, those that are
+    sent and those that are received, in place of what a reduce-scatter receives otherwise.
     """
 
     path: str
@@ -62,6 +63,7 @@ class UnitSizes:
     reduce_buffer: int
     reduced: int
     gathered: int = 0
+    messages: int = 0
 
 
 @dataclass(frozen=True)
@@ -285,6 +287,8 @@ class Walk:
         """The memory of a reduce-scatter: send buffer, receive buffer and output."""
         if not self.facts.options.is_sharded:
             return unit.reduce_buffer
+        if unit.messages:
+            return unit.reduce_buffer + unit.messages + unit.reduced
         received = int(unit.reduce_buffer * self.facts.received_part)
         return unit.reduce_buffer + received + unit.reduced
 

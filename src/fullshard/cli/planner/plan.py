@@ -165,6 +165,8 @@ def _heading(
         *(["fully_shard"] if api == "fully_shard" else []),
         *(["offload"] if options.offload else []),
         *(["activation checkpointing"] if options.checkpoint_activations else []),
+        *([f"all-gather in {options.all_gather}"] if options.all_gather != "full" else []),
+        *([f"reduce in {options.reduce}"] if options.reduce != "full" else []),
     ]
     tokens = f" (vocabulary {vocabulary:,})" if vocabulary is not None else ""
     return (

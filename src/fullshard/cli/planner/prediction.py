@@ -23,6 +23,10 @@ from .optimizer_state import optimizer_factor
 
 __all__ = ["Loss", "Subject", "foretold_memory", "gpt_subject", "predict_memory", "token_loss"]
 
+#: By option, the bytes of an encoded number, with its part of a scale; none, where it is sent as it
+#: is, in memory that is counted elsewhere.
+_BYTES_ON_THE_WIRE = {"full": 0.0, "bfloat16": 2.0, "int8": 1 + 4 / 256, "float8": 1 + 4 / 256}
+
 #: Computes the loss of one pass on one rank: ``loss(model, sequences, length)``.
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
 
@@ -193,6 +197,13 @@ def _sizes(unit: UnitDescription, options: Options, facts: Facts, layout: Layout
     # A single rank reduces nothing.
     reduces = facts.ranks > 1
     shards_in_all = 1 if whole else facts.ranks
+    gathered = unit.gathered_bytes if layout == "rows" and not whole else 0
+    messages = 0
+    if not whole:
+        gathered += int(unit.elements * _BYTES_ON_THE_WIRE[options.all_gather])
+        others = (facts.ranks - 1) / facts.ranks
+        # Those that are sent, and as many that are received.
+        messages = int(2 * others * unit.elements * trained * _BYTES_ON_THE_WIRE[options.reduce])
     return UnitSizes(
         path=unit.path,
         shard=unit.shard_bytes,
@@ -200,5 +211,6 @@ def _sizes(unit: UnitDescription, options: Options, facts: Facts, layout: Layout
         full=0 if uses_shard else unit.gathered_bytes,
         reduce_buffer=gradient_shard * shards_in_all if reduces else 0,
         reduced=gradient_shard,
-        gathered=unit.gathered_bytes if layout == "rows" and not whole else 0,
+        gathered=gathered,
+        messages=messages,
     )

@@ -251,6 +251,9 @@ def _in_words(options: Options, ranks: int, units: Description) -> dict[str, str
     how = [options.strategy, options.precision]
     how += ["offload"] if options.offload else []
     how += ["activation checkpointing"] if options.checkpoint_activations else []
+    how += [f"all-gather in {options.all_gather}"] if options.all_gather != "full" else []
+    how += [f"reduce in {options.reduce}"] if options.reduce != "full" else []
+    how += ["secondary shards"] if options.secondary_shards else []
     how += ["captured steps"] if options.capture else []
     passes = f", {options.accumulate} backward passes each" if options.accumulate > 1 else ""
     return {

@@ -30,7 +30,7 @@ from ..output import Output
 from ..planner.measure import Measured, watch_step
 from ..planner.prediction import foretold_memory, gpt_subject, predict_memory
 from ..problems import BadInput
-from ..sharding import STRATEGIES, checkpoint_units, mixed_precision, wrap_policy
+from ..sharding import STRATEGIES, checkpoint_units, communication, mixed_precision, wrap_policy
 from .rates import learning_rate
 from .reports import Progress, reporter_for
 from .resumption import resumption_in_words
@@ -142,6 +142,7 @@ def build_model(options: Options, device: torch.device) -> FullyShardedDataParal
         param_init_fn=materializer(model, options.seed, device),
         device_id=device,
         use_orig_params=True,
+        communication=communication(options),
     )
 
 

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..encoding.encodings import Encoding
 from .collectives import own_alias
+from .encoded_exchange import EncodedParts
 from .hosts import Hosts, hosts_of
 from .pending_work import PendingWork
 
@@ -127,22 +129,73 @@ class AcrossHosts:
         pending = self._exchange(received, sent, of, to)
         return pending, (sums[0], *received.view(len(self._relays), width).unbind())
 
-    def _sum_inside(self, parts: torch.Tensor) -> torch.Tensor:
-        """The sums over this host of the parts that this rank speaks for, its own first."""
+    def _sum_inside(
+        self,
+        parts: torch.Tensor,
+        beside: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """The sums over this host of the parts that this rank speaks for, its own first.
+
+        With ``beside``, numbers that follow each part; summed in ``dtype``, if it is given.
+        """
         count = len(self._neighbours)
         order = [row for held in self._held for row in held]
-        sent = torch.cat([parts[row] for row in order])
+        after = () if beside is None else (beside,)
+        sent = torch.cat([part for row in order for part in (parts[row], *after)])
         if count == 1:
-            return sent
-        width = parts.shape[1]
+            return sent if dtype is None else sent.to(dtype)
+        width = parts.shape[1] + sum(each.numel() for each in after)
         to = [width * len(held) for held in self._held]
         own = to[self._position]
         received = sent.new_empty(own * count)
         self._wait(_exchange(self._inside, received, sent, [own] * count, to))
         first, *others = received.view(count, own).unbind()
+        first = first if dtype is None else first.to(dtype)
         for other in others:
             first.add_(other)
         return first
+
+    def start_encoded_reduce(
+        self,
+        output: torch.Tensor,
+        full: torch.Tensor,
+        present: torch.Tensor,
+        encoding: Encoding,
+    ) -> Callable[[], torch.Tensor]:
+        """Add up inside hosts, as they are, and start sending the sums between them, encoded.
+
+        Ends as :meth:`Group.start_encoded_reduce` does.
+        """
+        width = full.numel() // self._size
+        mine = self._held[self._position]
+        # A number for each parameter goes with each part, so that they are added up as well.
+        flags = present.to(full.dtype)
+        sums = self._sum_inside(full.view(self._size, width), flags, output.dtype)
+        sums = sums.view(len(mine), width + flags.numel())
+        present = (sums[0, width:] > 0).to(torch.uint8)
+        parts = EncodedParts(encoding, width, present)
+        sent, received = parts.empty(len(mine) - 1), parts.empty(len(self._relays))
+        parts.encode(sums[1:, :width], sent)
+        of = dict.fromkeys(self._relays, parts.width)
+        to = dict.fromkeys(mine[1:], parts.width)
+        pending = self._exchange(received.view(-1), sent.view(-1), of, to)
+        return functools.partial(
+            self._add_parts, pending, parts, received, sums[0, :width], output, present
+        )
+
+    def _add_parts(
+        self,
+        pending: PendingWork,
+        parts: EncodedParts,
+        received: torch.Tensor,
+        own: torch.Tensor,
+        output: torch.Tensor,
+        present: torch.Tensor,
+    ) -> torch.Tensor:
+        self._wait(pending)
+        output.copy_(own)
+        return parts.add(received, output, present)
 
     # -- the rest -------------------------------------------------------------------------------
 

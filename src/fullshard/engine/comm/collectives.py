@@ -14,9 +14,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from ..encoding.encodings import Encoding
 from .agreements import NoAgreement, agreement_for
 from .backends import backend_of, is_gloo
 from .disagreement import RankLostError, RanksDisagreeError
+from .encoded_exchange import EncodedParts
 from .watcher import abort
 
 # torch 2.13 renamed the flat collectives; 2.11 has only the old names, and both are methods of
@@ -207,6 +209,49 @@ class Group:
         except dist.DistError as error:
             self._explain(error)
         return functools.partial(self.wait, work)
+
+    def start_encoded_reduce(
+        self,
+        output: torch.Tensor,
+        full: torch.Tensor,
+        present: torch.Tensor,
+        encoding: Encoding,
+        unit: str,
+    ) -> Callable[[], torch.Tensor]:
+        """Begin to sum ``full``, of which ranks send each other their parts encoded.
+
+        The sum of this rank's part is in ``output``, in its dtype, when what is returned has been
+        called. That returns, for each byte of ``present``, whether it is set on any rank.
+        """
+        self.agree("reduce", unit, full)
+        rows = full.view(self.size, -1)
+        parts = EncodedParts(encoding, rows.shape[1], present)
+        sent, received = parts.empty(self.size - 1), parts.empty(self.size - 1)
+        parts.encode(rows[: self.rank], sent[: self.rank])
+        parts.encode(rows[self.rank + 1 :], sent[self.rank :])
+        # As tensors that nothing else holds.
+        messages = [received.view(-1), sent.view(-1)]
+        sizes = [parts.width] * self.size
+        sizes[self.rank] = 0
+        try:
+            work = self.group.alltoall_base(*messages, sizes, sizes)
+        except dist.DistError as error:
+            self._explain(error)
+        work = self.pending(work, *messages)
+        return functools.partial(self._add_parts, work, parts, received, rows, output, present)
+
+    def _add_parts(
+        self,
+        work: Any,
+        parts: EncodedParts,
+        received: torch.Tensor,
+        rows: torch.Tensor,
+        output: torch.Tensor,
+        present: torch.Tensor,
+    ) -> torch.Tensor:
+        self.wait(work)
+        output.copy_(rows[self.rank])
+        return parts.add(received, output, present)
 
     def all_reduce(
         self, tensor: torch.Tensor, unit: str, verb: str = "all-reduce", mean: bool = False

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..encoding.encodings import Encoding
 from .across_hosts import AcrossHosts, add_up
 from .collectives import Group, as_real, broadcast_from, bytes_of, own_alias, stuck
 from .pending_work import PendingWork, leave_time_at_exit
@@ -166,6 +167,20 @@ class GlooGroup(Group):
         sizes[1 - self.rank] = sent.numel()
         work = self.group.alltoall_base(received, sent, sizes, sizes)
         return PendingWork(work, [received, sent]), (halves[self.rank], received)
+
+    def start_encoded_reduce(
+        self,
+        output: torch.Tensor,
+        full: torch.Tensor,
+        present: torch.Tensor,
+        encoding: Encoding,
+        unit: str,
+    ) -> Callable[[], torch.Tensor]:
+        """As its base; between hosts, sums of each host are encoded, and sent once."""
+        if self._across is None:
+            return super().start_encoded_reduce(output, full, present, encoding, unit)
+        self.agree("reduce", unit, full)
+        return self._across.start_encoded_reduce(output, full, present, encoding)
 
     def _add_up(
         self, started: PendingWork, parts: Sequence[torch.Tensor], output: torch.Tensor

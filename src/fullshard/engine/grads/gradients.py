@@ -26,6 +26,7 @@ from ..params.handle import FlatParamHandle
 from ..params.replacements import check_shape
 from ..params.row_buffers import RowReduceBuffer
 from ..params.row_handle import RowHandle
+from .encoded_reduce import start_encoded_reduce
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -131,7 +132,8 @@ def stage(handle: FlatParamHandle, gradients: Gradients, fills_unused: bool = Fa
         buffer = handle.reduce_buffers.get(dtype) or handle.reduce_buffer(dtype)
         buffer.allocate()
         flat, places = buffer.alias, buffer.places
-        if not handle.use_orig_params and buffer.gaps:
+        if (not handle.use_orig_params or handle.reduced_in is not None) and buffer.gaps:
+            # A hook of the user's reads them, and so does what encodes them in blocks.
             torch._foreach_zero_(buffer.gaps)
     else:
         flat = torch.empty(handle.layout.padded_numel, dtype=dtype, device=handle.device)
@@ -154,7 +156,7 @@ def stage(handle: FlatParamHandle, gradients: Gradients, fills_unused: bool = Fa
         _copy_rows(buffer, gradients)
     else:
         copy_to_places(places, present)
-    if handle.use_orig_params and present:
+    if handle.use_orig_params and present and handle.reduced_in is None:
         # All by a grid, which takes no memory of the device; on a host indices are faster.
         by_grid = pattern is None and flat.device.type != "cpu"
         if not (by_grid and buffer is not None and buffer.mark_all()):
@@ -206,7 +208,12 @@ def start_reduce(staged: ReduceInput, average: Average, unit: str, comm: Any = N
     handle, flat, mean = staged.handle, staged.flat, average.in_collective
     if average.before != 1.0:
         flat.div_(average.before)
-    if handle.is_sharded and comm is not None:
+    if handle.reduced_in is not None:
+        keeps_dtype = handle.keep_low_precision_grads or average.copies is not None
+        total, await_sum = start_encoded_reduce(
+            handle, flat, staged.absent, average.shards, unit, mean, keeps_dtype
+        )
+    elif handle.is_sharded and comm is not None:
         total = allocate(comm, handle.layout.shard_numel, flat.dtype, flat.device)
         await_sum = start_reduce_scatter_by(comm, average.shards, total, flat, unit, mean)
     elif handle.is_sharded:

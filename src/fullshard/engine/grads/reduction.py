@@ -6,6 +6,7 @@ when, ``backward.py`` calls it, and ``gradients.py`` handles one group of parame
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -318,8 +319,13 @@ class Reduction:
         """
         unit = self._unit
         custom = self.comm_hook is not None or self._comm is not None
-        more = unit.copies is not None or custom or unit.offloads
+        more = unit.copies is not None or custom or unit.offloads or self._encodes
         return not more and unit.shards.runs_ahead and unit.shards.size > 1
+
+    @functools.cached_property
+    def _encodes(self) -> bool:
+        """True if what is received has to be decoded and added up."""
+        return any(handle.reduced_in is not None for handle in self.handles)
 
     def free_buffers(self) -> None:
         """Free the reduce buffers; compute must be ordered behind the reduce."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...api import CPUOffload
+from ...api import Communication, CPUOffload
 from ..comm.collectives import Group, group_for
 from ..comm.process_groups import ProcessGroups
+from ..encoding.encodings import Encodings
 from ..params.handle import FlatParamHandle
 from ..params.locations import (
     clean_tensor_name,
@@ -23,6 +24,7 @@ from ..params.packed_handle import PackedFlatHandle
 from ..params.tensor_parallel import Distribution
 from ..runtime.policy import UnitOptions
 from ..runtime.unit import Unit
+from .communication import few_ranks
 
 ParameterOrder = dict[nn.Module, tuple[str, ...]]
 
@@ -67,16 +69,39 @@ def group_parameters(
     parameters: Iterable[nn.Parameter],
     use_orig_params: bool,
     packed: Collection[nn.Parameter] = (),
+    communication: Communication | None = None,
 ) -> list[list[nn.Parameter]]:
-    """Parameters that can share a flat buffer, together, in order of first appearance."""
+    """Parameters that can share a flat buffer, together, in order of first appearance.
+
+    With ``communication``, those that are sent encoded have groups of their own.
+    """
     if not use_orig_params:
         everything = list(parameters)
         return [everything] if everything else []
     groups: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
-        kind = (parameter.dtype, parameter.requires_grad, parameter in packed)
+        is_packed = parameter in packed
+        # Packed elements are bytes of another meaning, whatever their dtype says.
+        encoded = not is_packed and _encodes(communication, parameter)
+        kind = (parameter.dtype, parameter.requires_grad, is_packed, encoded)
         groups.setdefault(kind, []).append(parameter)
     return list(groups.values())
+
+
+def _encodes(communication: Communication | None, parameter: nn.Parameter) -> bool:
+    return communication is not None and communication.encodes_parameter(parameter)
+
+
+def encodings_of(
+    group: Sequence[nn.Parameter],
+    communication: Communication | None,
+    ranks: int,
+    packed: Collection[nn.Parameter] = (),
+) -> Encodings | None:
+    """The encodings in which ``ranks`` send each other what belongs to a group, if any."""
+    if communication is None or ranks == 1 or group[0] in packed:
+        return None
+    return Encodings.of(communication) if _encodes(communication, group[0]) else None
 
 
 def buffers_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
@@ -181,7 +206,8 @@ def build_unit(
     ``distributions`` says of which parameters these are the local parts only, and ``packings``
     of which they are packed elements.
     """
-    grouped = group_parameters(parameters, options.use_orig_params, packings)
+    communication, ranks = options.communication, groups.shards.size()
+    grouped = group_parameters(parameters, options.use_orig_params, packings, communication)
     places = find_locations(module, parameters) if parameters else {}
     precision = options.mixed_precision
     handles: list[FlatParamHandle] = []
@@ -203,8 +229,12 @@ def build_unit(
             places=places,
             distributions=distributions,
             shard=True,
+            encodings=encodings_of(group, communication, ranks, packings),
         )
         handles.append(handle)
     shards = group_for(groups.shards, device)
     copies = group_for(groups.copies, device) if groups.copies is not None else None
-    return Unit(type(module).__name__, module, handles, shards, copies, device, options)
+    unit = Unit(type(module).__name__, module, handles, shards, copies, device, options)
+    if communication is not None and communication.secondary_shards:
+        unit.keep_parts(few_ranks(communication, groups.shards, device))
+    return unit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -87,8 +88,10 @@ class FullBuffer(FlatBuffer):
 
     #: Whether the buffer is the shard itself.
     is_standing = False
-    #: Whether tensor subclasses decide what an all-gather fills (``extended_buffers.py``).
-    is_extended = False
+    #: Whether what an all-gather sends is made for it, by :meth:`begin_gather`.
+    prepares_gather = False
+    #: Whether full parameters are less precise than their dtype says (``encoded_buffers.py``).
+    is_lossy = False
     #: Whether an all-gather fills memory beside the buffer, from which :meth:`copy_out` copies.
     is_copied_out = False
     #: What an all-gather fills.
@@ -109,6 +112,8 @@ class FullBuffer(FlatBuffer):
         self._presentations = presentations
         self.world_size = layout.world_size
         super().__init__(layout, dtype, device)
+        #: Give the full parameters memory.
+        self.allocate_whole = self.allocate
         fits = shard.dtype == dtype and shard.device == self.flat.device
         self.gather_input = shard if fits else self.own
         self.filled_from = None if fits else shard
@@ -140,6 +145,28 @@ class FullBuffer(FlatBuffer):
             return start <= tensor.data_ptr() < start + self._nbytes
         parts = _parts_with_memory(tensor)
         return any(part.untyped_storage().data_ptr() == start for part in parts)
+
+
+class Part(Protocol):
+    """What a rank keeps of the full parameters of ``full``, which a few ranks share."""
+
+    @property
+    def full(self) -> FullBuffer: ...
+
+    gather_input: torch.Tensor
+    gather_output: torch.Tensor
+
+    def keep(self) -> None:
+        """Copy the part from the full parameters."""
+
+    def begin_gather(self) -> None:
+        """Have memory for what is gathered."""
+
+    def copy_out(self) -> None:
+        """Bring what was gathered to where full parameters are."""
+
+    def release(self) -> None:
+        """Give the part's memory back."""
 
 
 class ShardBackedBuffer(FullBuffer):

@@ -96,7 +96,7 @@ class ExtendedBuffer(FullBuffer):
         what it has, each time.
     """
 
-    is_extended = True
+    prepares_gather = True
     is_copied_out = True
 
     def __init__(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..encoding.encodings import Encoding, Encodings
 from .buffers import FullBuffer
 from .extended_buffers import ExtendedBuffer
 from .row_handle import RowHandle
@@ -32,7 +33,10 @@ class ExtendedRowHandle(RowHandle):
     There is no flat shard. Gradients are plain, and go the way of all others.
     """
 
-    def __init__(self, *args: Any, mesh: Any, policy: Any, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, mesh: Any, policy: Any, encodings: Encodings | None, **options: Any
+    ) -> None:
+        # What is all-gathered is for the subclass to decide, so that encodings are ignored.
         super().__init__(*args, **options)
         self._mesh, self._policy = mesh, policy
         # Objects of subclasses have no memory of their own to be compared.
@@ -71,18 +75,19 @@ class ExtendedRowHandle(RowHandle):
         super()._remember()
         self.versioned = [*self.params, *self.sharded]
 
-    def buffer(self, dtype: torch.dtype) -> FullBuffer:
-        """The full parameters of ``dtype``, made at their first use."""
-        buffer = self.full_buffers.get(dtype)
+    def buffer(self, gathered_in: torch.dtype | Encoding) -> FullBuffer:
+        """The full parameters of a dtype, made at their first use."""
+        assert isinstance(gathered_in, torch.dtype)
+        buffer = self.full_buffers.get(gathered_in)
         if buffer is None:
             arguments = [
                 (self._mesh, sharding.shape, sharding.stride, places[0].module, self._policy)
                 for sharding, places in zip(self.shardings, self.places, strict=True)
             ]
-            buffer = self.full_buffers[dtype] = ExtendedBuffer(
+            buffer = self.full_buffers[gathered_in] = ExtendedBuffer(
                 lambda: self.sharded,
                 arguments,
-                dtype,
+                gathered_in,
                 self.device,
                 self.layout.world_size,
                 self.distributions,

@@ -17,8 +17,11 @@ from torch import nn
 
 from ...api import ShardingStrategy, adopt
 from ..comm.streams import streams_for
-from .buffers import FullBuffer, ReduceBuffer, ShardBackedBuffer
+from ..encoding.encodings import Encoding, Encodings
+from .buffers import FullBuffer, Part, ReduceBuffer, ShardBackedBuffer
+from .encoded_buffers import EncodedFullBuffer
 from .flat_parameter import FlatParameter, HandleReference
+from .flat_part import FlatPart
 from .flattening import check_uniform, cuts, flat_strides, flattened, own_part
 from .layout import FlatParamShardMetadata, Layout, Piece, alignment_elements
 from .locations import ParameterLocation, containers_of, find_locations
@@ -71,7 +74,9 @@ class FlatParamHandle(Presentation, WriteBack):
         places: dict[Any, list[ParameterLocation]] | None = None,
         distributions: Mapping[nn.Parameter, Distribution] | None = None,
         shard: bool = False,
+        encodings: Encodings | None = None,
     ) -> None:
+        self.encodings = encodings
         self.params = list(dict.fromkeys(params))
         if not self.params:
             raise ValueError("Cannot construct a FlatParamHandle with an empty parameter list")
@@ -91,8 +96,8 @@ class FlatParamHandle(Presentation, WriteBack):
         shards = self.strategy is not ShardingStrategy.NO_SHARD
         self.rank: int = process_group.rank() if shards else 0
         self._mixed_precision = (mp_param_dtype, mp_reduce_dtype)
-        #: By dtype; :meth:`buffer` makes those that are missing.
-        self.full_buffers: dict[torch.dtype, FullBuffer] = {}
+        #: By what they are gathered in; :meth:`buffer` makes those that are missing.
+        self.full_buffers: dict[torch.dtype | Encoding, FullBuffer] = {}
         self.reduce_buffers: dict[torch.dtype, ReduceBuffer] = {}
         self._presence: Presence | None = None
         if places is None:
@@ -129,6 +134,13 @@ class FlatParamHandle(Presentation, WriteBack):
         compute, reduce = self._mixed_precision if dtype.is_floating_point else (None, None)
         compute = compute or dtype
         self.dtypes = Dtypes(dtype, compute, reduce or compute)
+        #: What full parameters to compute with are all-gathered in.
+        self.gathered_in: torch.dtype | Encoding = compute
+        #: What gradients are sent in to be reduced; None: as they are.
+        self.reduced_in: Encoding | None = None
+        if self.encodings is not None:
+            self.gathered_in = self.encodings.gather or compute
+            self.reduced_in = self.encodings.reduce
 
     def _replace_originals(self, flat: torch.Tensor) -> None:
         self.shard_tensor = flat
@@ -292,21 +304,33 @@ class FlatParamHandle(Presentation, WriteBack):
 
     # -- buffers ------------------------------------------------------------------------------
 
-    def buffer(self, dtype: torch.dtype) -> FullBuffer:
-        """The full buffer of ``dtype``, made at its first use."""
-        buffer = self.full_buffers.get(dtype)
+    def buffer(self, gathered_in: torch.dtype | Encoding) -> FullBuffer:
+        """The full buffer that is gathered in a dtype, or encoded; made at its first use."""
+        buffer = self.full_buffers.get(gathered_in)
         if buffer is None:
             layout, shard, shown_as = self.layout, self.shard_tensor, self.presentations()
-            if layout.world_size == 1 and self._stands(dtype):
+            to_fill = (layout, self.rank, shard)
+            if isinstance(gathered_in, Encoding):
+                kind = (self.dtypes.compute, self.device, shown_as)
+                buffer = EncodedFullBuffer(*to_fill, *kind, encoding=gathered_in)
+            elif layout.world_size == 1 and self._stands(gathered_in):
                 buffer = ShardBackedBuffer(layout, shard, shown_as)
             else:
-                buffer = FullBuffer(layout, self.rank, shard, dtype, self.device, shown_as)
-            self.full_buffers[dtype] = buffer
+                buffer = FullBuffer(*to_fill, gathered_in, self.device, shown_as)
+            self.full_buffers[gathered_in] = buffer
         return buffer
 
     def allocated_buffer(self) -> FullBuffer | None:
         """The full buffer that has memory now, if one has."""
         return next((b for b in self.full_buffers.values() if b.is_allocated), None)
+
+    def part(self, full: FullBuffer, size: int, rank: int) -> Part:
+        """What the ``rank``-th of ``size`` ranks keeps of the full parameters."""
+        return FlatPart(full, size, rank)
+
+    def shown_part(self, part: Part, mesh: Any) -> list[nn.Parameter] | None:
+        """What users see while ``part`` is kept; None: this rank's pieces, as between steps."""
+        return None
 
     def reduce_buffer(self, dtype: torch.dtype) -> ReduceBuffer:
         """The buffer that gradients are reduced from in ``dtype``, made at its first use."""
@@ -345,6 +369,11 @@ class FlatParamHandle(Presentation, WriteBack):
     def witness(self, reduced: torch.Tensor, index: int, piece: torch.Tensor) -> torch.Tensor:
         """The part of a reduced shard that tells whether any rank has a parameter's gradient."""
         return piece
+
+    def room(self, reduced: torch.Tensor, index: int) -> torch.Tensor:
+        """The elements of a reduced shard that tell of a parameter: see :meth:`witness`."""
+        piece = self.pieces[index]
+        return reduced[piece.offset : piece.offset + piece.numel]
 
     def keep_changes(self, buffer: FullBuffer) -> None:
         """Let the shard have what was done to the full parameters in ``buffer``."""

@@ -45,8 +45,7 @@ class RowFullBuffer(FullBuffer):
     def __init__(self, *args: Any, memory: Memory | None = None) -> None:
         super().__init__(*args)
         self._memory = memory
-        #: Give the full parameters memory.
-        self.allocate_whole, self._release_full = self.allocate, self.release
+        self._release_full = self.release
         self.release = self._release_all
         if memory is None:
             self.allocate = functools.partial(self._gathered.resize_, self._nbytes)

@@ -22,7 +22,9 @@ from torch import nn
 from ...api import ShardingStrategy
 from ..comm.custom import Memory
 from ..comm.streams import streams_for
-from .buffers import FullBuffer, ShardBackedBuffer
+from ..encoding.encodings import Encoding, Encodings
+from .buffers import FullBuffer, Part, ShardBackedBuffer
+from .encoded_buffers import EncodedRowFullBuffer
 from .flat_parameter import HandleReference
 from .handle import FlatParamHandle
 from .layout import alignment_elements
@@ -126,7 +128,9 @@ class RowHandle(FlatParamHandle):
         places: dict[Any, list[ParameterLocation]],
         shardings: Sequence[RowSharding],
         distributions: Mapping[nn.Parameter, Distribution] | None = None,
+        encodings: Encodings | None = None,
     ) -> None:
+        self.encodings = encodings
         self.module = module
         self.device = device
         self.strategy = strategy
@@ -349,20 +353,25 @@ class RowHandle(FlatParamHandle):
 
     # -- buffers ------------------------------------------------------------------------------
 
-    def buffer(self, dtype: torch.dtype) -> FullBuffer:
-        """The full buffer of ``dtype``, made at its first use."""
-        buffer = self.full_buffers.get(dtype)
+    def buffer(self, gathered_in: torch.dtype | Encoding) -> FullBuffer:
+        """The full buffer that is gathered in a dtype, or encoded; made at its first use."""
+        buffer = self.full_buffers.get(gathered_in)
         if buffer is None:
             kind: Any = FullBuffer
-            if self.layout.world_size > 1:
-                kind = functools.partial(RowFullBuffer, memory=self._gather_memory)
             shown_as = self.presentations()
+            if isinstance(gathered_in, Encoding):
+                kind = functools.partial(EncodedRowFullBuffer, encoding=gathered_in)
+                dtype = self.dtypes.compute
+            else:
+                dtype = gathered_in
+                if self.layout.world_size > 1:
+                    kind = functools.partial(RowFullBuffer, memory=self._gather_memory)
             if self.layout.world_size == 1 and self._stands(dtype):
                 buffer = ShardBackedBuffer(self.layout, self.shard_tensor, shown_as)
             else:
                 shard, device = self.shard_tensor, self.device
                 buffer = kind(self.layout, self.rank, shard, dtype, device, shown_as)
-            self.full_buffers[dtype] = buffer
+            self.full_buffers[gathered_in] = buffer
         return buffer
 
     def reduce_buffer(self, dtype: torch.dtype) -> RowReduceBuffer:
@@ -382,16 +391,18 @@ class RowHandle(FlatParamHandle):
         self._gather_memory, self._reduce_memory = gathers, reduces
         self.forget_buffers()
 
-    def part(self, full: RowFullBuffer, size: int, rank: int) -> RowPart:
+    def part(self, full: FullBuffer, size: int, rank: int) -> RowPart:
         """The part of the full parameters that the ``rank``-th of ``size`` ranks keeps."""
+        assert isinstance(full, RowFullBuffer)
         dims = [sharding.dim for sharding in self.shardings]
         return part_of(full, self.layout, dims, size, rank)
 
-    def shown_part(self, part: RowPart, mesh: Any) -> list[nn.Parameter]:
+    def shown_part(self, part: Part, mesh: Any) -> list[nn.Parameter]:
         """The DTensors that users see while ``part`` is kept, on the mesh of its ranks.
 
         Tensor-parallel parameters, which have a mesh already, stay as they are between steps.
         """
+        assert isinstance(part, RowPart)
         shown: list[nn.Parameter] = []
         for index, (rows, parameter) in enumerate(zip(part.rows, self.params, strict=True)):
             if self.distributions and self.distributions[index] is not None:
@@ -414,6 +425,10 @@ class RowHandle(FlatParamHandle):
     def witness(self, reduced: torch.Tensor, index: int, piece: torch.Tensor) -> torch.Tensor:
         chunk = self.layout.chunks[index]
         return piece if piece.numel() else reduced[chunk.offset : chunk.offset + chunk.numel]
+
+    def room(self, reduced: torch.Tensor, index: int) -> torch.Tensor:
+        chunk = self.layout.chunks[index]
+        return reduced[chunk.offset : chunk.offset + chunk.numel]
 
     def keep_changes(self, buffer: FullBuffer) -> None:
         for index, whole in enumerate(buffer.views):

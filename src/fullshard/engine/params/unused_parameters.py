@@ -103,3 +103,14 @@ def find_grid(layout: Layout) -> UnusedParameterGrid | None:
     ]
     best = min(grids, key=lambda grid: len(grid.beside))
     return best if len(best.beside) <= _FEW else None
+
+
+@functools.lru_cache(maxsize=256)
+def presence_bytes(count: int, absent: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """A byte for each of ``count`` parameters: 0 if the rank has no gradient of it, else 1.
+
+    Shared by all who ask for the same: nobody may write to it.
+    """
+    missing = set(absent)
+    flags = [0 if index in missing else 1 for index in range(count)]
+    return torch.tensor(flags, dtype=torch.uint8, device=device)

@@ -229,7 +229,7 @@ class Schedule(UserRequests):
 
         One whose outputs are ``hidden`` is not resharded: nobody could tell when backward needs it.
         """
-        if unit.parts is not None and not hidden:
+        if unit.parts is not None and unit.parts.are_shown and not hidden:
             self._unsharded.reshard_to_parts(unit)
             return
         plan, frees = unit.plan, unit.options.frees_after_forward
@@ -238,7 +238,9 @@ class Schedule(UserRequests):
         if not begins and plan.begins_backward_with_left:
             begins = self._forwards_left(unit) in plan.begins_backward_with_left
         decision = plan.after_forward_table[begins, holds_copy]
-        if decision is AfterForward.RESHARD:
+        if decision is AfterForward.RESHARD and unit.parts is not None:
+            self._unsharded.reshard_to_parts(unit)
+        elif decision is AfterForward.RESHARD:
             self._unsharded.reshard(unit)
         elif decision is AfterForward.SHOW:
             unit.remember_values()

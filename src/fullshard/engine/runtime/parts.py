@@ -14,16 +14,15 @@ from torch import nn
 
 from ..comm.collectives import Group
 from ..comm.streams import HostStreams
-from ..params.buffers import FullBuffer
-from ..params.row_buffers import RowFullBuffer
-from ..params.row_handle import RowHandle
-from ..params.row_parts import RowPart
+from ..params.buffers import FullBuffer, Part
+from ..params.handle import FlatParamHandle
 
 
 class FewRanks(NamedTuple):
     """The ranks that keep full parameters together.
 
-    ``mesh`` has two dimensions: copies of what they keep, and the few themselves.
+    ``mesh`` has two dimensions: copies of what they keep, and the few themselves. Without one,
+    users are not shown what is kept.
     """
 
     group: Group
@@ -33,28 +32,37 @@ class FewRanks(NamedTuple):
 class Parts:
     """This rank's part of one unit's full parameters, kept between forward and backward."""
 
-    def __init__(self, handles: Sequence[RowHandle], few: FewRanks, streams: HostStreams) -> None:
+    def __init__(
+        self, handles: Sequence[FlatParamHandle], few: FewRanks, streams: HostStreams
+    ) -> None:
         self.group = few.group
         self._few = few
         self._handles = handles
         self._streams = streams
         #: The parts that hold values now; none while the unit is sharded over all ranks.
-        self.held: list[RowPart] = []
-        self._known: dict[RowHandle, tuple[RowPart, list[nn.Parameter]]] = {}
+        self.held: list[Part] = []
+        self._known: dict[FlatParamHandle, tuple[Part, list[nn.Parameter] | None]] = {}
         self._written: Any = None
+
+    @property
+    def are_shown(self) -> bool:
+        """True if users see what is kept, in place of full parameters, whenever a forward ends."""
+        return self._few.mesh is not None
 
     def keep(self, buffers: Sequence[FullBuffer]) -> None:
         """Keep this rank's parts of the full parameters in ``buffers``, and show them."""
         with torch.no_grad():
             for handle, buffer in zip(self._handles, buffers, strict=True):
-                assert isinstance(buffer, RowFullBuffer)
                 known = self._known.get(handle)
                 if known is None or known[0].full is not buffer:
                     part = handle.part(buffer, self.group.size, self.group.rank)
                     known = self._known[handle] = part, handle.shown_part(part, self._few.mesh)
                 known[0].keep()
                 self.held.append(known[0])
-                handle.show(known[1])
+                if known[1] is None:
+                    handle.show_sharded()
+                else:
+                    handle.show(known[1])
         self._written = self._streams.note_compute()
 
     def fit(self, buffers: Sequence[FullBuffer]) -> bool:

@@ -30,6 +30,7 @@ from ...api import (
     HYBRID_STRATEGIES,
     NO_RESHARD_AFTER_FORWARD_STRATEGIES,
     BackwardPrefetch,
+    Communication,
     MixedPrecision,
     ShardingStrategy,
 )
@@ -49,6 +50,7 @@ class UnitOptions:
     forward_prefetch: bool
     limit_all_gathers: bool
     use_orig_params: bool
+    communication: Communication | None = None
 
     @functools.cached_property
     def frees_after_forward(self) -> bool:

@@ -80,8 +80,8 @@ class Unit(UnitBase):
         self.full_precision = full_precision
         buffers: list[FullBuffer] = []
         for handle in self.handles:
-            dtype = handle.dtypes.shard if full_precision else handle.dtypes.compute
-            buffers.append(handle.full_buffers.get(dtype) or handle.buffer(dtype))
+            kind = handle.dtypes.shard if full_precision else handle.gathered_in
+            buffers.append(handle.full_buffers.get(kind) or handle.buffer(kind))
         self.full_buffers = buffers
         streams = self.streams
         if streams.runs_ahead:
@@ -105,7 +105,7 @@ class Unit(UnitBase):
             buffers = ()
         for buffer in buffers:
             buffer.allocate()
-            if buffer.is_extended:
+            if buffer.prepares_gather:
                 filled, sent = buffer.begin_gather()
                 outputs += filled
                 inputs += sent
@@ -276,11 +276,13 @@ class Unit(UnitBase):
         ):
             if buffer.flat._version == changes:
                 continue
-            if buffer.flat.dtype != handle.dtypes.shard:
+            if buffer.flat.dtype != handle.dtypes.shard or buffer.is_lossy:
+                encoded = " of encoded parameters" if buffer.is_lossy else ""
                 raise AssertionError(
                     "FSDP does not support changing the parameters between forward and backward "
-                    f"(unit {self.name!r}, which computes in {buffer.flat.dtype}: the change would "
-                    "lose precision); change them before forward, or in summon_full_params"
+                    f"(unit {self.name!r}, which computes in {buffer.flat.dtype}{encoded}: the "
+                    "change would lose precision); change them before forward, or in "
+                    "summon_full_params"
                 )
             handle.keep_changes(buffer)
         self._changes = []

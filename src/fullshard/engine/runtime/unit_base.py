@@ -20,7 +20,6 @@ from ..grads.gradients import Gradients
 from ..grads.reduction import Reduction
 from ..params.buffers import FullBuffer
 from ..params.handle import FlatParamHandle
-from ..params.row_handle import RowHandle
 from .autograd import Tracked
 from .parts import FewRanks, Parts
 from .policy import UnitOptions, policy_for
@@ -180,8 +179,7 @@ class UnitBase:
     def keep_parts(self, few: FewRanks | None) -> None:
         """Have a forward leave full parameters to a few ranks, or to nobody; while sharded."""
         self.drop_parts()
-        rows = [handle for handle in self.handles if isinstance(handle, RowHandle)]
-        self.parts = None if few is None else Parts(rows, few, self.streams)
+        self.parts = None if few is None else Parts(self.handles, few, self.streams)
 
     def gather_with(self, comm: Any) -> None:
         """All-gather by ``comm``, which the user brings, or by the engine's own collective."""

@@ -1,0 +1,52 @@
+"""The few ranks among those that share parameters between which communication is fast."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+from .hosts import hosts_of
+from .process_groups import group_among
+
+_known: weakref.WeakKeyDictionary[Any, dict[bool | int, Any]] = weakref.WeakKeyDictionary()
+
+
+def neighbours_in(group: Any, asked: bool | int) -> Any | None:
+    """The process group of this rank and its neighbours in ``group``, which all ranks ask for.
+
+    ``asked`` is how many they are; True: those of this host. None if all ranks, or this one alone,
+    would be in it.
+    """
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "secondary_shards takes a process group of torch.distributed, but the ranks that share "
+            f"parameters are {group!r} of type {type(group).__name__}"
+        )
+    known = _known.setdefault(group, {})
+    if asked not in known:
+        size = group.size()
+        count = _ranks_per_host(group) if asked is True else int(asked)
+        if count < 1 or size % count:
+            raise ValueError(
+                f"secondary_shards={asked} expects a number of ranks that divides the {size} ranks "
+                "that share parameters"
+            )
+        ranks = dist.get_process_group_ranks(group)
+        parts = [ranks[first : first + count] for first in range(0, size, count)]
+        alone = count in (1, size)
+        known[asked] = None if alone else group_among(parts, group, "secondary shards")
+    return known[asked]
+
+
+def _ranks_per_host(group: Any) -> int:
+    hosts = hosts_of(group).of_ranks
+    count = hosts.count(hosts[0])
+    if list(hosts) != [rank // count for rank in range(len(hosts))]:
+        raise ValueError(
+            "secondary_shards=True expects hosts with equally many ranks, one host after another, "
+            f"but the ranks that share parameters are on hosts {list(hosts)}: pass the number of "
+            "neighbouring ranks"
+        )
+    return count

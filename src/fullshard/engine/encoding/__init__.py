@@ -1,0 +1,1 @@
+"""What ranks send in place of full precision: pure functions of tensors."""

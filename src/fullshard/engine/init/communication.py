@@ -1,0 +1,55 @@
+"""Refuses options of communication that cannot be had together, before anything changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...api import Communication
+from ..comm.collectives import group_for
+from ..comm.neighbours import neighbours_in
+from ..runtime.parts import FewRanks
+from ..runtime.policy import UnitOptions
+
+
+def checked_communication(given: Any, options: UnitOptions, ranks: int) -> Communication | None:
+    """What a unit with these options is to follow: None where there is nothing to do."""
+    if not isinstance(given, Communication):
+        raise TypeError(
+            f"communication expects a fullshard.Communication, but got {given!r} of type "
+            f"{type(given).__name__}"
+        )
+    if ranks == 1 and not options.is_sharded:
+        return None
+    if not options.is_sharded:
+        raise ValueError(
+            f"communication={given!r} is for sharded parameters, but {options.strategy} shards "
+            "none: nothing is all-gathered, and gradients are all-reduced. Choose a strategy that "
+            "shards, or leave communication out"
+        )
+    if given.encodes and not options.use_orig_params:
+        raise ValueError(
+            "all_gather_dtype and reduce_dtype need use_orig_params=True: without it a unit's "
+            "parameters are one flat parameter, of which norms and biases could not be left as "
+            "they are"
+        )
+    if given.secondary_shards and options.keeps_full_after_forward:
+        raise ValueError(
+            f"secondary_shards={given.secondary_shards} is for strategies that reshard after "
+            f"forward, but {options.strategy} keeps full parameters for the backward: choose "
+            "FULL_SHARD or HYBRID_SHARD, or leave secondary_shards out"
+        )
+    asked = given.secondary_shards
+    if asked and asked is not True and ranks % asked:
+        raise ValueError(
+            f"secondary_shards={asked} expects a number of ranks that divides the {ranks} ranks "
+            "that share parameters"
+        )
+    return given
+
+
+def few_ranks(communication: Communication, shards: Any, device: torch.device) -> FewRanks | None:
+    """The ranks that keep a second shard of a unit in the flat layout together, if any do."""
+    group = neighbours_in(shards, communication.secondary_shards)
+    return None if group is None else FewRanks(group_for(group, device), None)
