@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .buffers import FullBuffer
-from .handle import Dtypes, FlatParamHandle
+from .handle import FlatParamHandle
 from .packed import Assembly, Packing, Packings
 from .row_handle import RowHandle
 
@@ -27,7 +27,8 @@ class _Packed(_Base):
 
     def _set_dtypes(self, dtype: torch.dtype) -> None:
         # Also where packed elements pass for floating-point numbers: they stand for others.
-        self.dtypes = Dtypes(dtype, dtype, dtype)
+        self._mixed_precision = (None, None)
+        super()._set_dtypes(dtype)
 
     def presentations(self) -> Sequence[Any]:
         pairs = zip(self.packings, self.params, strict=True)
