@@ -88,7 +88,7 @@ def construct_unit(
     packings: Mapping[nn.Parameter, Packing] = {}
     if not PLAIN.issuperset(map(type, parameters)):
         parameters, distributions = localize(module, parameters, groups)
-        parameters, packings = pack(module, parameters)
+        parameters, packings = pack(module, parameters, options.mixed_precision.param_dtype)
     if device_id is not None:
         _move_parameters(parameters, device)
         for parameter, packing in packings.items():

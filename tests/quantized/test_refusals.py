@@ -11,6 +11,7 @@ from tests.quantized.models import bnb, both_ways, build, needs_torchao, shard
 from torch import nn
 
 from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import MixedPrecision, MixedPrecisionPolicy
 from fullshard.testing import ranks
 
 
@@ -89,3 +90,17 @@ def test_a_forward_that_would_replace_a_full_bias_is_refused() -> None:
     model = shard(build("int8 with bias"), "wrapper")
     with pytest.raises(RuntimeError, match=r"bias in torch\.float32 computes in torch\.bfloat16"):
         model(torch.randn(4, 64, dtype=torch.bfloat16))
+
+
+@both_ways
+@ranks(2)
+def test_mixed_precision_that_differs_from_a_bias_is_refused_at_construction(how: str) -> None:
+    low = torch.bfloat16
+    precision: Any = {
+        "wrapper": {"mixed_precision": MixedPrecision(low)},
+        "fully_shard": {"mp_policy": MixedPrecisionPolicy(low)},
+    }[how]
+    with pytest.raises(
+        ValueError, match=r"Linear4bit at '(0\.)?up\.base' computes in torch.float32"
+    ):
+        shard(build("nf4 with bias"), how, **precision)

@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.quantized.models import (
+    assert_same_bytes,
     assert_same_states,
     batch,
     bnb,
     both_ways,
     build,
     kinds,
+    needs_torchao,
     shard,
     train,
 )
@@ -237,3 +239,26 @@ def test_a_rank_keeps_its_share_of_the_packed_bytes(how: str, kind: str) -> None
     between = sum(b.flat.untyped_storage().nbytes() for h in held for b in h.full_buffers.values())
     # What a CPU keeps unsharded between steps: nothing.
     assert between == 0
+
+
+def export(folder: Path, kind: str) -> None:
+    fullshard.export_safetensors(folder / "model.safetensors", shard(build(kind), "wrapper"))
+
+
+@kinds("nf4", "nf4 in bfloat16", "int8")
+def test_exported_safetensors_have_the_bare_models_tensors(tmp_path: Path, kind: str) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    run_on_ranks(2, export, tmp_path, kind)
+    found = safetensors.load_file(tmp_path / "model.safetensors")
+    expected = build(kind).cpu().state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_same_bytes(found[name], value)
+
+
+@needs_torchao
+@ranks(2)
+def test_objects_that_wrap_others_are_not_exported(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors.torch")
+    with pytest.raises(TypeError, match=r"0\.up\.base\.weight is of class Int8Tensor"):
+        export(tmp_path, "torchao int8")

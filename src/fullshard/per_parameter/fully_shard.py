@@ -154,7 +154,7 @@ class Application:
     ) -> Unit:
         device = data_parallel.device()
         parameters = managed_parameters(root, own_modules(root, is_unit), self.ignored, ())
-        parameters, packings = _pack(root, parameters)
+        parameters, packings = _pack(root, parameters, self.precision.param_dtype)
         _move_states(modules, parameters, self.ignored, device)
         parameters, distributions = self._localize(root, parameters, data_parallel)
         dims = _dims(root, parameters, data_parallel, self.placement_of)
@@ -341,12 +341,12 @@ def _dims(
 
 
 def _pack(
-    root: nn.Module, parameters: list[nn.Parameter]
+    root: nn.Module, parameters: list[nn.Parameter], param_dtype: torch.dtype | None
 ) -> tuple[list[nn.Parameter], dict[nn.Parameter, Packing]]:
     """Prepare packed parameters; those that say themselves what is all-gathered are left."""
     if PLAIN.issuperset(map(type, parameters)):
         return parameters, {}
-    return pack(root, parameters, leave=_shards_itself)
+    return pack(root, parameters, param_dtype, leave=_shards_itself)
 
 
 def _shards_itself(parameter: nn.Parameter) -> bool:

@@ -89,12 +89,13 @@ def tensors_beside(packings: Mapping[nn.Parameter, Packing]) -> list[torch.Tenso
 def pack(
     root: nn.Module,
     parameters: list[nn.Parameter],
+    param_dtype: torch.dtype | None,
     leave: Callable[[nn.Parameter], bool] = lambda parameter: False,
 ) -> tuple[list[nn.Parameter], dict[nn.Parameter, Packing]]:
     """Prepare packed parameters, and their modules, to be laid out by their packed elements.
 
-    But those to ``leave``. Returns the parameters after that: some are replaced by plain ones of
-    their bytes.
+    But those to ``leave``. ``param_dtype`` is what others are cast to for compute. Returns the
+    parameters after that: some are replaced by plain ones of their bytes.
     """
     packings = packings_of(root, [p for p in parameters if not leave(p)])
     if not packings:
@@ -105,6 +106,7 @@ def pack(
         if not packing.is_hidden:
             for place in places:
                 quantized.settle_module(place.module, place.name)
+                quantized.settle_bias(place.module, place.parent, param_dtype)
             continue
         standing = nn.Parameter(packing.pack(parameter.detach()), requires_grad=False)
         for place in places:

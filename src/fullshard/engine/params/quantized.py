@@ -163,13 +163,24 @@ def settle_module(module: Any, name: str) -> None:
             # It would replace the full weight by memory of its own, in which nothing is gathered.
             setattr(module, _REPACKS, False)
         module.register_load_state_dict_pre_hook(_load_states)
+
+
+def settle_bias(module: Any, path: str, param_dtype: torch.dtype | None) -> None:
+    """Have a bias be in the dtype that its module casts it to, for good, or refuse (ValueError)."""
     bias = module._parameters.get("bias")
-    if bias is not None:
-        compute = getattr(module, "compute_dtype", None)
-        if compute is not None and bias.dtype != compute:
-            # As its first forward would do, for good.
-            bias.data = bias.data.to(compute)
-        module.register_forward_pre_hook(_refuse_to_cast_bias)
+    if bias is None:
+        return
+    compute = getattr(module, "compute_dtype", None)
+    if compute is not None and param_dtype not in (None, compute):
+        raise ValueError(
+            f"The {type(module).__name__} at {path!r} computes in {compute}, to which it casts its "
+            f"bias, and mixed precision has the bias in {param_dtype}: make the two the same "
+            "(bnb_4bit_compute_dtype, param_dtype)"
+        )
+    if compute is not None and bias.dtype != compute:
+        # As its first forward would do.
+        bias.data = bias.data.to(compute)
+    module.register_forward_pre_hook(_refuse_to_cast_bias)
 
 
 def _take_back_scales(module: Any, parameter: Any) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from ...api import FullStateDictConfig, StateDictType
 from ..model.methods import StateDicts
+from ..model.sharded_tensors import is_sharded
 from .group import CheckpointGroup
 from .saving import wait_for_running_save
 from .storage import as_in_memory
@@ -63,6 +64,12 @@ def _plain(state: dict[str, object]) -> dict[str, torch.Tensor]:
             raise TypeError(
                 f"{name} is a {type(value).__name__}, and safetensors files contain only tensors. "
                 "Remove it from the model's state dict (get_extra_state)"
+            )
+        if hasattr(value, "__tensor_flatten__") and not is_sharded(value):
+            raise TypeError(
+                f"{name} is of class {type(value).__name__}, which wraps several tensors, and "
+                "safetensors files contain only plain ones. Save the full state dict with "
+                "torch.save, or a checkpoint with fullshard.save"
             )
         tensor = as_in_memory(value)
         storage = tensor.untyped_storage()
