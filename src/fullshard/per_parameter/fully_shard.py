@@ -407,7 +407,7 @@ def _handles(
             places=places,
             shardings=[data_parallel.sharding(p, dims[p], distributions.get(p)) for p in group],
             distributions=distributions,
-            encodings=encodings_of(group, communication, ranks, packings),
+            encodings=communication and encodings_of(group, communication, ranks, packings),
         )
         for make, group in groups
     ]

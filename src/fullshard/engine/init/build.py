@@ -82,26 +82,26 @@ def group_parameters(
     for parameter in parameters:
         is_packed = parameter in packed
         # Packed elements are bytes of another meaning, whatever their dtype says.
-        encoded = not is_packed and _encodes(communication, parameter)
+        encoded = (
+            communication is not None
+            and not is_packed
+            and communication.encodes_parameter(parameter)
+        )
         kind = (parameter.dtype, parameter.requires_grad, is_packed, encoded)
         groups.setdefault(kind, []).append(parameter)
     return list(groups.values())
 
 
-def _encodes(communication: Communication | None, parameter: nn.Parameter) -> bool:
-    return communication is not None and communication.encodes_parameter(parameter)
-
-
 def encodings_of(
     group: Sequence[nn.Parameter],
-    communication: Communication | None,
+    communication: Communication,
     ranks: int,
     packed: Collection[nn.Parameter] = (),
 ) -> Encodings | None:
     """The encodings in which ``ranks`` send each other what belongs to a group, if any."""
-    if communication is None or ranks == 1 or group[0] in packed:
+    if ranks == 1 or group[0] in packed or not communication.encodes_parameter(group[0]):
         return None
-    return Encodings.of(communication) if _encodes(communication, group[0]) else None
+    return Encodings.of(communication)
 
 
 def buffers_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
@@ -229,7 +229,7 @@ def build_unit(
             places=places,
             distributions=distributions,
             shard=True,
-            encodings=encodings_of(group, communication, ranks, packings),
+            encodings=communication and encodings_of(group, communication, ranks, packings),
         )
         handles.append(handle)
     shards = group_for(groups.shards, device)
