@@ -41,7 +41,7 @@ STAGES = {
     "nccl-engine": Stage("tests/over_nccl.py tests/engine tests/grad", 560, False),
     "nccl-models": Stage("tests/over_nccl.py tests/hazards tests/original", 560, False),
     "nccl-state": Stage("tests/over_nccl.py tests/state tests/fully_shard", 560, False),
-    "nccl-captured": Stage("tests/over_nccl.py tests/captured", 560, False),
+    "nccl-captured": Stage("tests/over_nccl.py tests/captured tests/optim", 560, False),
     "faults": Stage("benchmarks/faults.py --backend nccl --ranks 2 4 8 --seconds 540", 560),
     "step": Stage(
         "benchmarks/step.py --rows bare FSDP2 fullshard --rounds 12 --steps 3 --warmup 2 "
@@ -56,6 +56,13 @@ STAGES = {
     "capture": Stage("benchmarks/step.py --capture --rounds 8 --steps 3", 500),
     "overlap": Stage("benchmarks/overlap.py --rounds 3 --steps 4 --warmup 2", 400),
     "overlap-capture": Stage("benchmarks/overlap.py --capture --rounds 2 --steps 4", 500),
+    "encoded": Stage(
+        "benchmarks/overlap.py --rows fullshard 'fullshard int8' --bandwidths 800 100 50 "
+        "--rounds 2 --steps 4 --warmup 2",
+        400,
+    ),
+    "encoding": Stage("benchmarks/encoding.py --device cuda --mebi 64", 120),
+    "whole-tensors": Stage("benchmarks/whole_tensors.py --rounds 6 --steps 3", 400),
     "optimizer": Stage("benchmarks/optimizer_step.py --model 1.34B --rounds 10", 120),
     "profile": Stage("benchmarks/profile_step.py --case 184M@64", 120),
 }
