@@ -35,6 +35,15 @@ def test_files_that_a_document_links_to_exist(document: Path) -> None:
             assert anchor[1:] in [as_anchor(heading) for heading in headings], anchor
 
 
+def test_pages_that_the_index_for_language_models_links_to_exist() -> None:
+    index = (ROOT / "docs" / "llms.txt").read_text(encoding="utf-8")
+    linked = re.findall(r"\]\(([^)]+)\)", index)
+
+    assert len(linked) > 20
+    for page in linked:
+        assert (ROOT / "docs" / page).exists(), page
+
+
 def as_anchor(heading: str) -> str:
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 

@@ -13,6 +13,7 @@ import griffe
 
 _ROLE = re.compile(r":(?:class|meth|func|mod|attr|exc|data|ref):`~?\.?([^`]+)`")
 _EXAMPLE = re.compile(r"(?:^[ ]*>>> .*\n(?:^[ ]*(?!>>>)\S.*\n?)*)+", re.MULTILINE)
+_TERM = re.compile(r"^(``[^\n]*``)\n((?: {4}.*\n?)+)", re.MULTILINE)
 
 
 class MarkdownDocstrings(griffe.Extension):
@@ -25,8 +26,13 @@ class MarkdownDocstrings(griffe.Extension):
 
 
 def as_markdown(docstring: str) -> str:
-    """Examples as blocks that can be copied, with output as comments; roles as code."""
-    return _EXAMPLE.sub(_block, _ROLE.sub(r"`\1`", docstring) + "\n").rstrip("\n")
+    """Examples as blocks with output as comments; roles as code; terms as a list."""
+    listed = _TERM.sub(_item, _ROLE.sub(r"`\1`", docstring) + "\n")
+    return _EXAMPLE.sub(_block, listed).rstrip("\n")
+
+
+def _item(term: re.Match[str]) -> str:
+    return f"- {term[1]}: {' '.join(term[2].split())}\n"
 
 
 def _block(example: re.Match[str]) -> str:
