@@ -48,7 +48,7 @@ def seen_in_forward(model: Any) -> dict[str, torch.Tensor]:
         for name, parameter in module.named_parameters():
             seen[f"{path}.{name}"] = parameter.detach().clone()
 
-    hooks = []
+    hooks: list[Any] = []
     for module in model.modules():
         if isinstance(module, Block):
             path = str(len(hooks))

@@ -22,7 +22,9 @@ from torch import nn
 
 import fullshard
 from fullshard import Communication, FullyShardedDataParallel, MixedPrecision
+from fullshard.engine.comm.collectives import Group
 from fullshard.engine.comm.hosts import HOST_VARIABLE
+from fullshard.engine.encoding.encodings import BlockEncoding
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -235,6 +237,41 @@ def test_gradients_are_added_up_inside_hosts_and_encoded_once(api: str) -> None:
             off = (gradient.view_as(total) - total / 4).abs().max()
             # The sum of the other host's two ranks is encoded, and the mean is over four.
             assert off <= largest * (1 / 254 + 2**-20) / 4 + 1e-5 * largest, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@ranks(4)
+def test_backends_that_do_not_look_at_hosts_add_up_inside_them_first(dtype: torch.dtype) -> None:
+    os.environ[HOST_VARIABLE] = f"host {dist.get_rank() // 2}"
+    try:
+        # As a backend other than gloo has it.
+        group = Group(dist.new_group(range(4)), device().type)
+        rank, numel = group.rank, 1000
+        generator = torch.Generator().manual_seed(0)
+        everything = torch.randn(4, 4 * numel, generator=generator).to(device(), dtype)
+        present = torch.tensor([1, rank == 2, 0], dtype=torch.uint8, device=device())
+        output = torch.empty(numel, device=device())
+        encoding = BlockEncoding(torch.int8, 64)
+
+        with counted_bytes() as received:
+            finish = group.start_encoded_reduce(
+                output, everything[rank].clone(), present, encoding, "unit"
+            )
+            found = finish()
+    finally:
+        del os.environ[HOST_VARIABLE]
+
+    own = everything[:, rank * numel : (rank + 1) * numel].float()
+    here = rank // 2 * 2
+    there = own[2 - here : 4 - here].sum(0)
+    off = (output - own.sum(0)).abs()
+    bound = torch.cat([part.abs().max().expand_as(part) for part in there.split(64)]) / 254
+    assert bool((off <= bound * (1 + 1e-3) + 1e-5).all())
+    assert off.max() > 0
+    assert found.tolist() == [1, 1, 0]
+    # Half of two parts as they are, from the neighbour; one encoded part from the other host.
+    messages = encoding.nbytes(numel)
+    assert received.total == pytest.approx(2 * 4 * numel + messages, rel=0.02)
 
 
 def _one_rank_uses_one(rank: int) -> Any:

@@ -168,7 +168,7 @@ def test_parts_of_tensor_parallelism_are_encoded(api: str) -> None:
     mesh = dist.device_mesh.init_device_mesh(
         device().type, (2, 2), mesh_dim_names=("data", "tensor")
     )
-    losses = {}
+    losses: dict[Any, list[float]] = {}
     for given in (None, INT8):
         torch.manual_seed(0)
         model: Any = nn.Sequential(Wide(), Wide()).to(device())
