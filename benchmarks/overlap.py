@@ -225,7 +225,7 @@ def _judge(table: dict[str, dict[str, float]], our_row: str) -> list[dict[str, A
 def judge_encoded(bandwidth: float, table: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
     """With 8 bits a step is much faster over slow networks, and hardly slower over fast ones."""
     row, plain = ENCODED[-1], "fullshard"
-    limit = 0.60 if bandwidth <= 100 else 1.06 if bandwidth >= 800 else None
+    limit = 0.60 if 10 <= bandwidth <= 100 else 1.06 if bandwidth >= 800 else None
     if limit is None or row not in table or plain not in table:
         return []
     ratio = table[row]["step ms"] / table[plain]["step ms"]

@@ -157,7 +157,7 @@ class FullyShardedDataParallel(
             use_orig_params,
         )
         if communication is not None:
-            communication = checked_communication(communication, options, groups.shards.size())
+            communication = checked_communication(communication, options, groups.shards)
             options = dataclasses.replace(options, communication=communication)
         initial = Initial(device_id, param_init_fn, sync_module_states)
         if auto_wrap_policy is None:

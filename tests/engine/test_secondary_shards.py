@@ -22,7 +22,9 @@ from torch import nn
 
 import fullshard
 from fullshard import Communication, FullyShardedDataParallel, MixedPrecision
+from fullshard.engine.comm.collectives import Group
 from fullshard.engine.comm.hosts import HOST_VARIABLE
+from fullshard.engine.encoding.encodings import BlockEncoding
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -64,15 +66,16 @@ def test_a_backward_gathers_among_the_few_ranks_and_they_keep_their_part_until_t
         loss.backward()
 
     # A host does not reshard the last two, with which backward begins.
-    assert sum(map(bool, kept)) == layers - 2
+    count = layers - 2 if device().type == "cpu" else layers
+    assert sum(map(bool, kept)) == count
     numel = sum(p.numel() for p in build(1).parameters())
-    assert sum(parts) == pytest.approx((layers - 2) * 4 * numel / 2, rel=0.02)
+    assert sum(parts) == pytest.approx(count * 4 * numel / 2, rel=0.02)
     # Users see this rank's pieces, as they do without.
     assert sorted(shown) == sorted(sharded)
     assert list(in_forward.by_group_size) == [4]
     # All that goes through the group of four is gradients: three quarters of them.
     assert in_backward.by_group_size[4] == pytest.approx(layers * 4 * numel * 3 / 4, rel=0.02)
-    assert in_backward.by_group_size[2] == pytest.approx((layers - 2) * 4 * numel / 2, rel=0.02)
+    assert in_backward.by_group_size[2] == pytest.approx(count * 4 * numel / 2, rel=0.02)
     assert not any(unit.parts is not None and unit.parts.held for unit in units)
 
 
@@ -214,7 +217,7 @@ def test_gradients_are_added_up_inside_hosts_and_encoded_once(api: str) -> None:
         loss_of(alone, rank=rank).backward()
         each.append({n: p.grad for n, p in alone.named_parameters() if p.grad is not None})
     try:
-        mesh = dist.device_mesh.DeviceMesh.from_group(dist.new_group(range(4)), "cpu")
+        mesh = dist.device_mesh.DeviceMesh.from_group(dist.new_group(range(4)), device().type)
         model: Any = _one_rank_uses_one(dist.get_rank())
         communication = Communication(reduce_dtype=torch.int8, min_numel=0)
         if api == "wrapper":
@@ -235,6 +238,41 @@ def test_gradients_are_added_up_inside_hosts_and_encoded_once(api: str) -> None:
             off = (gradient.view_as(total) - total / 4).abs().max()
             # The sum of the other host's two ranks is encoded, and the mean is over four.
             assert off <= largest * (1 / 254 + 2**-20) / 4 + 1e-5 * largest, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@ranks(4)
+def test_backends_that_do_not_look_at_hosts_add_up_inside_them_first(dtype: torch.dtype) -> None:
+    os.environ[HOST_VARIABLE] = f"host {dist.get_rank() // 2}"
+    try:
+        # As a backend other than gloo has it.
+        group = Group(dist.new_group(range(4)), device().type)
+        rank, numel = group.rank, 1000
+        generator = torch.Generator().manual_seed(0)
+        everything = torch.randn(4, 4 * numel, generator=generator).to(device(), dtype)
+        present = torch.tensor([1, rank == 2, 0], dtype=torch.uint8, device=device())
+        output = torch.empty(numel, device=device())
+        encoding = BlockEncoding(torch.int8, 64)
+
+        with counted_bytes() as received:
+            finish = group.start_encoded_reduce(
+                output, everything[rank].clone(), present, encoding, "unit"
+            )
+            found = finish()
+    finally:
+        del os.environ[HOST_VARIABLE]
+
+    own = everything[:, rank * numel : (rank + 1) * numel].float()
+    here = rank // 2 * 2
+    there = own[2 - here : 4 - here].sum(0)
+    off = (output - own.sum(0)).abs()
+    bound = torch.cat([part.abs().max().expand_as(part) for part in there.split(64)]) / 254
+    assert bool((off <= bound * (1 + 1e-3) + 1e-5).all())
+    assert off.max() > 0
+    assert found.tolist() == [1, 1, 0]
+    # Half of two parts as they are, from the neighbour; one encoded part from the other host.
+    messages = encoding.nbytes(numel)
+    assert received.total == pytest.approx(2 * 4 * numel + messages, rel=0.02)
 
 
 def _one_rank_uses_one(rank: int) -> Any:
@@ -259,3 +297,10 @@ def test_on_one_host_second_shards_of_its_ranks_change_nothing(api: str) -> None
     ]
     assert not any(unit is not None and unit.parts is not None for unit in units)
     assert all(gradient is not None for gradient in gradients_of(model).values())
+
+
+@ranks(2)
+def test_whom_a_forward_leaves_parameters_to_is_said_once() -> None:
+    for reshards in (False, 2):
+        with pytest.raises(ValueError, match="leave one of them out"):
+            fullshard.fully_shard(build()[0], reshard_after_forward=reshards, communication=TWO)

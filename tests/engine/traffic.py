@@ -88,8 +88,10 @@ def counted_bytes() -> Iterator[Received]:
             nbytes *= args[1].rootRank != group.rank()
         elif name == "allreduce":
             nbytes = 2 * nbytes * (size - 1) // size
-        elif name in ("_allgather_base", "all_gather_single"):
+        elif name.startswith(("_allgather", "allgather_into", "all_gather_single")):
             nbytes = nbytes * (size - 1) // size
+        elif name in ("_reduce_scatter_base", "reduce_scatter_single"):
+            nbytes = nbytes * (size - 1)
         elif name == "alltoall_base":
             nbytes = nbytes if args[2] else nbytes * (size - 1) // size
         else:

@@ -215,6 +215,24 @@ def test_subclasses_are_told_the_mesh_of_the_shards_alone() -> None:
 
 
 @ranks(2)
+def test_options_of_communication_are_for_the_other_parameters() -> None:
+    losses = []
+    for given in (None, fullshard.Communication(torch.int8, torch.int8, min_numel=0)):
+        CALLS.clear()
+        model: Any = build(Quantized)
+        fullshard.fully_shard(model, communication=given)
+        loss = model(torch.arange(4)).square().sum()
+        loss.backward()
+        losses.append(loss.detach())
+        gathers = [call for call in CALLS if call[0] == "Quantized"]
+        # The embedding is encoded by us, the two linears by their own weights.
+        assert len(gathers) == 2
+
+    torch.testing.assert_close(losses[1], losses[0], rtol=0.05, atol=1e-3)
+    assert not torch.equal(losses[1], losses[0])
+
+
+@ranks(2)
 def test_memory_of_full_parameters_comes_and_goes() -> None:
     for kind in (Quantized, QuantizedThroughout):
         model: Any = build(kind)

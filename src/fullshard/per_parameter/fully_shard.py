@@ -17,7 +17,7 @@ from ..engine.comm.collectives import group_for
 from ..engine.comm.neighbours import neighbours_in
 from ..engine.comm.process_groups import ProcessGroups
 from ..engine.init.build import encodings_of, group_parameters, managed_parameters
-from ..engine.init.communication import checked_communication
+from ..engine.init.communication import check_kind, checked_communication
 from ..engine.init.packing import PLAIN, pack
 from ..engine.init.validation import check_modules
 from ..engine.params.extended_handle import ExtendedRowHandle, is_extended
@@ -126,6 +126,8 @@ class Application:
     def _few_after_forward(self, data_parallel: DataParallelMesh) -> bool | int | None:
         """What to reshard to after forward: secondary shards are those of a few ranks."""
         given = self.communication
+        if given is not None:
+            check_kind(given)
         asked = False if given is None else given.secondary_shards
         if given is None or not asked:
             return self.reshard_after_forward
@@ -169,8 +171,8 @@ class Application:
             use_orig_params=True,
         )
         if self.communication is not None:
-            size = data_parallel.shard_size
-            checked = checked_communication(self.communication, options, size)
+            shards = data_parallel.groups.shards
+            checked = checked_communication(self.communication, options, shards)
             options = dataclasses.replace(options, communication=checked)
         offloads = isinstance(self.offload, CPUOffloadPolicy) or (
             type(self.offload).__name__ == "CPUOffloadPolicy"

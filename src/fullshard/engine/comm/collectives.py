@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from .backends import backend_of, is_gloo
 from .disagreement import RankLostError, RanksDisagreeError
 from .encoded_exchange import EncodedParts
 from .watcher import abort
+
+if TYPE_CHECKING:
+    from .two_levels import TwoLevels
 
 # torch 2.13 renamed the flat collectives; 2.11 has only the old names, and both are methods of
 # a process group, so the warnings of the functions in torch.distributed are not in the way.
@@ -224,6 +227,8 @@ class Group:
         called. That returns, for each byte of ``present``, whether it is set on any rank.
         """
         self.agree("reduce", unit, full)
+        if self._levels is not None:
+            return self._levels.start_encoded_reduce(output, full, present, encoding, unit)
         rows = full.view(self.size, -1)
         parts = EncodedParts(encoding, rows.shape[1], present)
         sent, received = parts.empty(self.size - 1), parts.empty(self.size - 1)
@@ -239,6 +244,13 @@ class Group:
             self._explain(error)
         work = self.pending(work, *messages)
         return functools.partial(self._add_parts, work, parts, received, rows, output, present)
+
+    @functools.cached_property
+    def _levels(self) -> TwoLevels | None:
+        """Where several hosts have several ranks each, the ranks of hosts and those across them."""
+        from .two_levels import TwoLevels  # of Groups
+
+        return TwoLevels.of(self.group, torch.device(self.device_type or "cpu"))
 
     def _add_parts(
         self,

@@ -16,7 +16,6 @@ class EncodedParts:
 
     def __init__(self, encoding: Encoding, numel: int, present: torch.Tensor) -> None:
         self._encoding = encoding
-        self._numel = numel
         self._present = present
         self._nbytes = encoding.nbytes(numel)
         #: Bytes of a message; the next one begins where vector loads want it.

@@ -151,6 +151,10 @@ class GlooGroup(Group):
             exchange = self._across.exchange_parts
         return functools.partial(self._add_up, *exchange(full), output)
 
+    @property
+    def _levels(self) -> None:
+        """None: the levels are those of :attr:`_across`."""
+
     def _exchange_parts(self, full: torch.Tensor) -> tuple[PendingWork, Sequence[torch.Tensor]]:
         """Start sending every rank its part; returns what will be all ranks' parts for this one."""
         received = torch.empty_like(full)

@@ -1,6 +1,7 @@
 """Encodings of numbers for the wire: how many bytes, and from tensors to bytes and back.
 
-Depends on torch alone. ``kernels.py`` has the same arithmetic in one pass each, for GPUs.
+Depends on torch and on the options alone. ``kernels.py`` has the same arithmetic in one pass each,
+for GPUs.
 
 Note: what is lost
     A block of numbers has one scale, its largest absolute value ``a`` divided by the largest code
@@ -12,9 +13,9 @@ Note: what is lost
 
     and, of the arithmetic in float32, no more than ``a / 2^20`` beside it. A sum of numbers that
     ranks encoded is off by no more than the sum of what they are off by. Where ``y`` is stored in
-    bfloat16, it is rounded once more. Blocks whose largest absolute value is below 2^-119 become
-    zeros. NaN and infinity make the scale of their block NaN or infinite, and what comes back is
-    not finite in all of that block.
+    bfloat16, it is rounded once more. Blocks whose largest absolute value is below 2^-117 may
+    become zeros. NaN and infinity make the scale of their block NaN or infinite, and what comes
+    back is not finite in all of that block.
 """
 
 from __future__ import annotations

@@ -13,14 +13,24 @@ from ..runtime.parts import FewRanks
 from ..runtime.policy import UnitOptions
 
 
-def checked_communication(given: Any, options: UnitOptions, ranks: int) -> Communication | None:
-    """What a unit with these options is to follow: None where there is nothing to do."""
+def check_kind(given: Any) -> None:
+    """Refuse (TypeError) what is no :class:`Communication`."""
     if not isinstance(given, Communication):
         raise TypeError(
             f"communication expects a fullshard.Communication, but got {given!r} of type "
             f"{type(given).__name__}"
         )
-    if ranks == 1 and not options.is_sharded:
+
+
+def checked_communication(
+    given: Communication, options: UnitOptions, shards: Any
+) -> Communication | None:
+    """What a unit with these options is to follow: None where there is nothing to do.
+
+    All ranks of the process group ``shards`` call this.
+    """
+    check_kind(given)
+    if shards.size() == 1 and not options.is_sharded:
         return None
     if not options.is_sharded:
         raise ValueError(
@@ -40,12 +50,9 @@ def checked_communication(given: Any, options: UnitOptions, ranks: int) -> Commu
             f"forward, but {options.strategy} keeps full parameters for the backward: choose "
             "FULL_SHARD or HYBRID_SHARD, or leave secondary_shards out"
         )
-    asked = given.secondary_shards
-    if asked and asked is not True and ranks % asked:
-        raise ValueError(
-            f"secondary_shards={asked} expects a number of ranks that divides the {ranks} ranks "
-            "that share parameters"
-        )
+    if given.secondary_shards and shards.size() > 1:
+        # Ranks that cannot be grouped so are refused here.
+        neighbours_in(shards, given.secondary_shards)
     return given
 
 
