@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard
 import fullshard
 from fullshard import CPUOffload, MixedPrecision, ShardedGradScaler, ShardingStrategy
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.testing import ranks
+from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 
 FULL_SHARD = ShardingStrategy.FULL_SHARD
@@ -190,9 +190,10 @@ def test_offloaded_parameters_are_stepped() -> None:
 
 @ranks(2)
 def test_parameters_that_are_cut_along_another_dimension_are_whole() -> None:
-    def even() -> nn.Module:
+    def even() -> nn.Sequential:
         torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 4), nn.Linear(4, 3))
+        layers = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 4), nn.Linear(4, 3))
+        return layers.to(device())
 
     model = even()
     for layer in model:
@@ -294,7 +295,7 @@ def test_a_gradient_scaler_skips_a_step_on_all_ranks() -> None:
     model = wrapped()
     optimizer = whole(muon, model)
     expected = reference(model, muon)
-    scaler = ShardedGradScaler(device="cpu", init_scale=8.0)
+    scaler = ShardedGradScaler(device=device().type, init_scale=8.0)
     for step in range(3):
         optimizer.zero_grad()
         loss = model(inputs(step)).square().mean()
@@ -341,7 +342,7 @@ def test_a_rank_has_a_quarter_of_the_state_of_even_matrices() -> None:
     def even() -> nn.Module:
         torch.manual_seed(1)
         layers = [nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 8)) for _ in range(6)]
-        return nn.Sequential(*layers)
+        return nn.Sequential(*layers).to(device())
 
     model = FSDP(
         even(),
@@ -351,7 +352,7 @@ def test_a_rank_has_a_quarter_of_the_state_of_even_matrices() -> None:
         use_orig_params=True,
     )
     optimizer = whole(muon, model)
-    model(torch.randn(4, 8)).sum().backward()
+    model(torch.randn(4, 8, device=device())).sum().backward()
     optimizer.step()
 
     chosen = optimizer.param_groups[0]["params"]
@@ -383,7 +384,7 @@ def test_what_cannot_be_stepped_is_refused() -> None:
     with pytest.raises(ValueError, match="holds 1 of the 6 parameters"):
         whole(lambda parameters: muon(parameters[:1]), model)
     with pytest.raises(TypeError, match="returned a list"):
-        whole(lambda parameters: parameters, model)
+        whole(list, model)  # type: ignore
     optimizer = whole(muon, model)
     with pytest.raises(RuntimeError, match=r"fullshard\.optim\.whole"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
@@ -400,7 +401,7 @@ class Language(nn.Module):
 @pytest.mark.parametrize("units", [{nn.Sequential}, {nn.Embedding, nn.Linear}, set()])
 @ranks(2)
 def test_matrices_are_chosen_but_not_those_of_embeddings_and_heads(units: Any) -> None:
-    model = FSDP(Language(), auto_wrap_policy=ModuleWrapPolicy(units), use_orig_params=True)
+    model = FSDP(build(Language), auto_wrap_policy=ModuleWrapPolicy(units), use_orig_params=True)
     optimizer = whole(muon, model)
     names = [each.name for one in optimizer._rounds for each in one.parameters]
     assert sorted(names) == ["blocks.0.0.weight", "blocks.1.0.weight"]

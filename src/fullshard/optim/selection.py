@@ -112,7 +112,8 @@ def embeddings_and_heads(model: nn.Module) -> set[nn.Module]:
 
     A head is what ``get_output_embeddings`` returns, or goes by a usual name outside all layers.
     """
-    found = {getattr(model, "get_output_embeddings", lambda: None)()}
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    found: set[nn.Module] = {output} if isinstance(output, nn.Module) else set()
     for path, module in model.named_modules():
         *parents, name = clean_tensor_name(f"{path}.").rstrip(".").split(".")
         is_head = name in _HEADS and not any(map(str.isdigit, parents))

@@ -8,7 +8,8 @@ Note: one format
     than at saving.
 
     An entry is cut if it is a tensor of the parameter's shape under all parameters that have it. A
-    value that is a dict or a list is never cut, nor is a tensor of another class.
+    value that is a dict or a list is never cut. Tensors of another class are saved as the plain
+    tensors inside them (``tensor_classes.py``).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..state.optim.consensus import ALL_UNITS, copied
 from . import routes
 from .parameters import WholeParameter
 from .rounds import Round, arranged, joined
+from .tensor_classes import put_together, taken_apart
 from .twins import Twins
 
 #: The state of each parameter that a rank has.
@@ -92,7 +94,7 @@ def _owned_states(rounds: Sequence[Round]) -> States:
     shape into a dict, which could not be cut.
     """
     return {
-        member: dict(each.optimizer.state[member.stand_in])
+        member: taken_apart(each.optimizer.state[member.stand_in])
         for each in rounds
         for member in each.parameters
         if each.optimizer.state.get(member.stand_in)
@@ -298,7 +300,7 @@ def load_state_dict(
 def _load_into_rounds(twins: Twins, rounds: Sequence[Round], owned: States) -> None:
     positions = {each: position for position, each in enumerate(twins.parameters)}
     for each in rounds:
-        mine = {positions[p]: owned[p] for p in each.parameters if p in owned}
+        mine = {positions[p]: put_together(owned[p]) for p in each.parameters if p in owned}
         current = each.optimizer.state_dict()
         each.optimizer.load_state_dict({**current, "state": mine})
 
