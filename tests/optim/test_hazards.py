@@ -22,6 +22,7 @@ from tests.optim.training import (
 from tests.original.training import Block, InPlace, Net, build, inputs, loss_of, train_step
 from tests.state.models import hybrid_groups
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.tensor import Shard
 
 import fullshard
@@ -413,3 +414,19 @@ def test_all_parameters_can_be_chosen() -> None:
     optimizer = whole(adamw, model, None, select=everything)
     train(model, optimizer, reference(model, adamw, None, everything), range(3))
     assert optimizer.rest is None
+
+
+@ranks(2)
+def test_a_step_is_refused_on_all_ranks_when_one_has_run_out_of_data() -> None:
+    model = wrapped()
+    optimizer = whole(muon, model)
+
+    def uneven() -> None:
+        with Join([model], optimizer=optimizer):
+            for step in range(2 + dist.get_rank()):
+                optimizer.zero_grad()
+                train_step(model, step)
+                optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"'optimizer step' .* inside of Join, while some ranks"):
+        uneven()
