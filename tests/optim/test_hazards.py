@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -387,6 +388,8 @@ def test_what_cannot_be_stepped_is_refused() -> None:
     with pytest.raises(TypeError, match="returned a list"):
         whole(list, model)  # type: ignore
     optimizer = whole(muon, model)
+    with pytest.raises(TypeError, match="neither copied nor pickled"):
+        copy.deepcopy(optimizer)
     with pytest.raises(RuntimeError, match=r"fullshard\.optim\.whole"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
 

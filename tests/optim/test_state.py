@@ -25,6 +25,7 @@ from tests.optim.training import (
     wrapped,
 )
 from tests.original.training import InPlace, Net, build, train_step
+from tests.state.models import hybrid_groups
 from tests.state.optimizers import (
     OPTIM_KINDS,
     assert_same_optim_state,
@@ -45,6 +46,7 @@ from fullshard.testing import device, ranks, run_on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 FULL_SHARD, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
+HYBRID_SHARD = ShardingStrategy.HYBRID_SHARD
 STEPS = range(3)
 
 
@@ -74,7 +76,8 @@ def expected_state(expected: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("make", [muon, Shampoo])
 @pytest.mark.parametrize(
-    ("size", "strategy"), [(2, FULL_SHARD), (2, NO_SHARD), (3, FULL_SHARD), (1, FULL_SHARD)]
+    ("size", "strategy"),
+    [(2, FULL_SHARD), (2, NO_SHARD), (3, FULL_SHARD), (1, FULL_SHARD), (4, HYBRID_SHARD)],
 )
 def test_every_type_of_state_dict_is_that_of_the_unwrapped_model_and_loads_again(
     size: int, strategy: ShardingStrategy, make: Any
@@ -83,7 +86,8 @@ def test_every_type_of_state_dict_is_that_of_the_unwrapped_model_and_loads_again
 
 
 def round_trips(strategy: ShardingStrategy, make: Any) -> None:
-    model = wrapped(how=strategy)
+    options = {"process_group": hybrid_groups()} if strategy is HYBRID_SHARD else {}
+    model = wrapped(how=strategy, **options)
     optimizer = whole(make, model)
     expected = reference(model, make)
     trained(model, optimizer, expected)

@@ -132,6 +132,13 @@ class WholeOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "An optimizer of whole tensors can be neither copied nor pickled, because it is bound "
+            "to the model's process groups. Make another one with fullshard.optim.whole, and load "
+            "state_dict() into it"
+        )
+
     # -- a step -----------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> Any:

@@ -43,6 +43,7 @@ class Round:
         self._back = routes.from_owners(values, rank, size)
         self._pending: Callable[[], None] = _nothing
         self._received: torch.Tensor = torch.empty(0)
+        self._marks: dict[Any, torch.Tensor] = {}
         #: Whether this rank has a gradient, for each of the parameters; None where it has no piece.
         self._present: dict[WholeParameter, bool] = {}
 
@@ -61,16 +62,24 @@ class Round:
                 marks.append(None)
             else:
                 sent.append(torch.zeros_like(piece) if gradient is None else gradient)
-                marks.append(piece.new_full((1,), gradient is not None))
+                marks.append(self._mark(piece, gradient is not None))
         self._send(self._there, [*sent, *marks])
+
+    def _mark(self, piece: torch.Tensor, present: bool) -> torch.Tensor:
+        """One element that says whether there is a gradient, where ``piece`` is; made once."""
+        key = (present, piece.dtype, piece.device)
+        mark = self._marks.get(key)
+        if mark is None:
+            mark = self._marks[key] = piece.new_full((1,), present)
+        return mark
 
     def step(self) -> None:
         """Step this rank's parameters of the round, and begin to send them back."""
+        arrived, count = self._receive(self._there), len(self._mine)
         # Each in memory of its own, so that it is aligned as any tensor is.
-        found = list(map(torch.cat, self._receive(self._there)))
-        count = len(self._mine)
-        values, gradients, marks = found[:count], found[count : 2 * count], found[2 * count :]
-        self._read_marks(marks)
+        found = list(map(torch.cat, arrived[: 2 * count]))
+        values, gradients = found[:count], found[count:]
+        self._read_marks(arrived[2 * count :])
         for each, value, gradient in zip(self._mine, values, gradients, strict=True):
             present = self._present[each]
             each.put_in_place(each.whole(value), each.whole(gradient) if present else None)
@@ -83,7 +92,7 @@ class Round:
             cuts += each.cuts_of(result)
         self._send(self._back, cuts)
 
-    def _read_marks(self, marks: Sequence[torch.Tensor]) -> None:
+    def _read_marks(self, marks: Sequence[list[torch.Tensor]]) -> None:
         """Learn of gradients of parameters of which this rank has no piece; the host waits."""
         unknown = [
             (each, mark)
@@ -91,7 +100,7 @@ class Round:
             if each not in self._present
         ]
         if unknown:
-            found = torch.stack([mark.any() for _, mark in unknown]).tolist()
+            found = torch.stack([torch.cat(mark).any() for _, mark in unknown]).tolist()
             self._present.update(zip((each for each, _ in unknown), found, strict=True))
 
     def finish(self) -> None:

@@ -36,13 +36,17 @@ States = dict[WholeParameter, dict[str, Any]]
 _FEW = 64
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Sent:
-    """In place of a tensor that its owner sends: its shape, dtype, and whether it is on a host."""
+    """In place of a tensor that its owner sends: its shape, dtype, and whether it is on a host.
+
+    A tensor of a few elements is in it, in host memory: a device has another number elsewhere.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     on_host: bool
+    few: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,9 +173,10 @@ def _described(key: str, value: Any, cut: set[str]) -> Any:
 
 
 def _fact(leaf: Any) -> Any:
-    if type(leaf) is not torch.Tensor or leaf.numel() <= _FEW:
+    if not isinstance(leaf, torch.Tensor):
         return copied(leaf)
-    return _Sent(tuple(leaf.shape), leaf.dtype, leaf.device.type == "cpu")
+    few = copied(leaf, torch.device("cpu")) if leaf.numel() <= _FEW else None
+    return _Sent(tuple(leaf.shape), leaf.dtype, leaf.device.type == "cpu", few)
 
 
 def _cut_entries(facts: _Facts) -> set[tuple[str, torch.dtype]]:
@@ -191,6 +196,8 @@ def _broadcast(group: Group, owner: int, fact: Any, own: Any, device: torch.devi
     def receive(leaf: Any) -> Any:
         if not isinstance(leaf, _Sent):
             return leaf
+        if leaf.few is not None:
+            return leaf.few.to("cpu" if leaf.on_host else device, copy=True)
         if owner == group.rank:
             sent = next(remaining).detach().to(device).contiguous().clone()
         else:
@@ -202,7 +209,7 @@ def _broadcast(group: Group, owner: int, fact: Any, own: Any, device: torch.devi
 
 
 def _is_large(leaf: Any) -> bool:
-    return isinstance(_fact(leaf), _Sent) if isinstance(leaf, torch.Tensor) else False
+    return isinstance(leaf, torch.Tensor) and leaf.numel() > _FEW
 
 
 def _pieces_from_owners(
