@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.engine import tensor_parallel
+from tests.engine.parity import train as train_tensor_parallel
 from tests.optim.training import (
     adamw,
     everything,
@@ -392,6 +394,20 @@ def test_what_cannot_be_stepped_is_refused() -> None:
         copy.deepcopy(optimizer)
     with pytest.raises(RuntimeError, match=r"fullshard\.optim\.whole"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+
+
+@ranks(4)
+def test_tensor_parallel_matrices_are_refused_and_may_be_left_to_the_second_optimizer() -> None:
+    mesh = tensor_parallel.mesh_of(2, 2)
+    model = tensor_parallel.sharded(mesh, strategy=FULL_SHARD, use_orig_params=True)
+    with pytest.raises(ValueError, match=r"Parameter \S+ is tensor-parallel.*; pass select="):
+        whole(muon, model, select=everything)
+    same = tensor_parallel.sharded(mesh, strategy=FULL_SHARD, use_orig_params=True)
+    optimizer = whole(sgd, model, sgd, select=lambda name, parameter: name == "gain")
+    for each, steps_it in ((model, optimizer), (same, sgd(same.parameters()))):
+        train_tensor_parallel(each, steps_it, steps=2, rank=mesh["dp"].get_local_rank())
+    for found, expected in zip(model.parameters(), same.parameters(), strict=True):
+        assert torch.equal(found, expected)
 
 
 class Language(nn.Module):

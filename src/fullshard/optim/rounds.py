@@ -75,14 +75,7 @@ class Round:
 
     def step(self) -> None:
         """Step this rank's parameters of the round, and begin to send them back."""
-        arrived, count = self._receive(self._there), len(self._mine)
-        # Each in memory of its own, so that it is aligned as any tensor is.
-        found = list(map(torch.cat, arrived[: 2 * count]))
-        values, gradients = found[:count], found[count:]
-        self._read_marks(arrived[2 * count :])
-        for each, value, gradient in zip(self._mine, values, gradients, strict=True):
-            present = self._present[each]
-            each.put_in_place(each.whole(value), each.whole(gradient) if present else None)
+        self._put_in_place()
         try:
             self.optimizer.step()
         finally:
@@ -91,6 +84,17 @@ class Round:
         for each, result in zip(self._mine, results, strict=True):
             cuts += each.cuts_of(result)
         self._send(self._back, cuts)
+
+    def _put_in_place(self) -> None:
+        """Let stand-ins have what has arrived, whose buffer is released on return."""
+        arrived, count = self._receive(self._there), len(self._mine)
+        self._read_marks(arrived[2 * count :])
+        for index, each in enumerate(self._mine):
+            # In memory of its own, so that it is aligned as any tensor is.
+            value, gradient = torch.cat(arrived[index]), None
+            if self._present[each]:
+                gradient = each.whole(torch.cat(arrived[count + index]))
+            each.put_in_place(each.whole(value), gradient)
 
     def _read_marks(self, marks: Sequence[list[torch.Tensor]]) -> None:
         """Learn of gradients of parameters of which this rank has no piece; the host waits."""

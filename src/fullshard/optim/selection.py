@@ -165,7 +165,7 @@ def _check(found: Found) -> None:
     if found.handle.distribution(found.index) is not None:
         reason = (
             "is tensor-parallel: its parts are on the ranks of another process group, which do not "
-            "exchange them. Choose other parameters"
+            "exchange them"
         )
     elif not found.handle.dtypes.shard.is_floating_point:
         reason = f"has dtype {found.handle.dtypes.shard}, but a floating-point dtype is needed"
