@@ -64,6 +64,9 @@ class WholeOptimizer(torch.optim.Optimizer):
     learning-rate schedulers, ``zero_grad``, clipping and gradient scalers work as always.
     """
 
+    #: For ``Join``: ranks that have run out of data take part in steps, not only after them.
+    steps_together = True
+
     def __init__(
         self,
         make: Make,
