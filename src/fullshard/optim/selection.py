@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -112,7 +113,9 @@ def embeddings_and_heads(model: nn.Module) -> set[nn.Module]:
 
     A head is what ``get_output_embeddings`` returns, or goes by a usual name outside all layers.
     """
-    output = getattr(model, "get_output_embeddings", lambda: None)()
+    output = None
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        output = getattr(model, "get_output_embeddings", lambda: None)()
     found: set[nn.Module] = {output} if isinstance(output, nn.Module) else set()
     for path, module in model.named_modules():
         *parents, name = clean_tensor_name(f"{path}.").rstrip(".").split(".")
