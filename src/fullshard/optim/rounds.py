@@ -42,7 +42,8 @@ class Round:
         self._there = routes.to_owners([*values, *values, *marks], rank, size)
         self._back = routes.from_owners(values, rank, size)
         self._pending: Callable[[], None] = _nothing
-        self._received: torch.Tensor = torch.empty(0)
+        #: What is sent, held until it has arrived, and what is received.
+        self._travelling: tuple[torch.Tensor, torch.Tensor] | None = None
         self._marks: dict[Any, torch.Tensor] = {}
         #: Whether this rank has a gradient, for each of the parameters; None where it has no piece.
         self._present: dict[WholeParameter, bool] = {}
@@ -118,7 +119,7 @@ class Round:
         pieces = [cuts[index] for index in journey.order]
         sent = joined([piece for piece in pieces if piece is not None], self._dtype, self._device)
         received = sent.new_empty(sum(journey.received))
-        self._received = received
+        self._travelling = sent, received
         self._pending = self.group.start_exchange(
             received, sent, journey.received, journey.sent, self.name
         )
@@ -127,8 +128,9 @@ class Round:
         """The parts of each parcel that has arrived, in the order of parcels."""
         pending, self._pending = self._pending, _nothing
         pending()
-        received, self._received = self._received, torch.empty(0)
-        return arranged(received, journey)
+        travelling, self._travelling = self._travelling, None
+        assert travelling is not None
+        return arranged(travelling[1], journey)
 
 
 def joined(
