@@ -7,8 +7,10 @@ is what people write by hand.
 One process plays rank 0 of a case's ranks over a process group whose collectives return at once, or
 take the time of a network of some gigabytes per second (groups.py). All rows train one and the same
 model, sharded by fully_shard, and take turns, round by round: "none" has no optimizer, so that
-"optimizer ms" is a row's step less its. Rank 0 owns as much as any other rank. "exposed ms" is how
-much longer the optimizer takes over the network than with collectives that return at once.
+"optimizer ms" is a row's step less its. With --wrapper, the model is sharded by the wrapper, whose
+owners may have no piece of what they own, and nobody writes Muon by hand. "exposed ms" is how much
+longer the optimizer takes over the network than with collectives that return at once. How much rank
+0 owns, and the rank that owns most, is printed relative to the mean.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard
-from fullshard import MixedPrecisionPolicy
+from fullshard import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
 from fullshard.engine.comm.collectives import group_for
+from fullshard.wrap import ModuleWrapPolicy
 
-ROWS = ("none", "AdamW", "Muon whole", "Muon by hand")
+#: Shards a model, which computes in a precision.
+Shard = Callable[[Any, torch.dtype], Any]
+
 #: At most this often the whole step of these rows, for Muon on whole tensors.
 BARS = {"AdamW": 1.25, "Muon by hand": 0.35}
 JUDGED = "1.34B@64"
@@ -83,35 +88,50 @@ def optimizers_of(model: nn.Module) -> dict[str, Any]:
     def muon(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.Muon(parameters, lr=1e-4)
 
-    named = dict(model.named_parameters())
-    matrices = [p for n, p in named.items() if n.startswith("blocks") and p.dim() == 2]
-    others = [p for n, p in named.items() if not (n.startswith("blocks") and p.dim() == 2)]
-    return {
+    found = {
         "none": Both(),
         "AdamW": adamw(model.parameters()),
         "Muon whole": fullshard.optim.whole(muon, model, adamw),
-        "Muon by hand": Both(GatheredMuon(matrices, 1e-4), adamw(others)),
     }
+    if not isinstance(model, FullyShardedDataParallel):
+        named = dict(model.named_parameters())
+        matrices = [p for n, p in named.items() if n.startswith("blocks") and p.dim() == 2]
+        others = [p for n, p in named.items() if not (n.startswith("blocks") and p.dim() == 2)]
+        found["Muon by hand"] = Both(GatheredMuon(matrices, 1e-4), adamw(others))
+    return found
+
+
+def sharded(model: Any, compute: torch.dtype) -> Any:
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fullshard.fully_shard(block, mp_policy=policy)
+    return fullshard.fully_shard(model, mp_policy=policy)
+
+
+def wrapped(model: Any, compute: torch.dtype) -> Any:
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({gpt.Block}),
+        mixed_precision=MixedPrecision(param_dtype=compute, reduce_dtype=torch.float32),
+        use_orig_params=True,
+    )
 
 
 class Case:
     """A model, its optimizers, and the network, which can be changed."""
 
-    def __init__(self, case: str, device: torch.device, compute: torch.dtype) -> None:
+    def __init__(self, case: str, device: torch.device, shard: Shard) -> None:
         name, ranks = case.split("@")
         size = gpt.SIZES[name]
         self.device = device
         self.group = groups.Delayed(int(ranks), None, device)
         groups.install(self.group)
-        self.model: Any = gpt.build(size, device)
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-        for block in self.model.blocks:
-            fullshard.fully_shard(block, mp_policy=policy)
-        fullshard.fully_shard(self.model, mp_policy=policy)
+        compute = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.model: Any = shard(gpt.build(size, device), compute)
         self.optimizers = optimizers_of(self.model)
         self.batch = gpt.tokens(size, device)
         self.group.fill = True
-        for row in ROWS * 2:
+        for row in [*self.optimizers] * 2:
             self.step(row)
         self.group.fill = False
 
@@ -138,9 +158,9 @@ class Case:
 def measure(case: Case, bandwidth: float, rounds: int, steps: int) -> dict[str, list[float]]:
     """Milliseconds per step of each row, by round."""
     case.group.network = groups.Network(bandwidth) if bandwidth else None
-    times: dict[str, list[float]] = {row: [] for row in ROWS}
+    times: dict[str, list[float]] = {row: [] for row in case.optimizers}
     for _ in range(rounds):
-        for row in ROWS:
+        for row in case.optimizers:
             times[row].append(case.milliseconds(row, steps))
     return times
 
@@ -153,9 +173,9 @@ def summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
         row: {
             "step ms": statistics.median(times[row]),
             "optimizer ms": median(lambda a, b: a - b, row, "none"),
-            **{f"x {other}": median(lambda a, b: a / b, row, other) for other in BARS},
+            **{f"x {o}": median(lambda a, b: a / b, row, o) for o in BARS if o in times},
         }
-        for row in ROWS
+        for row in times
     }
 
 
@@ -166,8 +186,20 @@ def show(case: str, bandwidth: float, rows: dict[str, dict[str, float]]) -> None
         print(f"  {row:14}" + "".join(f"{key:>16} {value:8.3f}" for key, value in values.items()))
     if case == JUDGED:
         for other, limit in BARS.items():
+            if other not in rows:
+                continue
             found = rows["Muon whole"][f"x {other}"]
             print(f"  {'pass' if found <= limit else 'MISS'}  {found:.2f} x {other} (bar {limit})")
+
+
+def shares(optimizer: Any, ranks: int) -> tuple[float, float]:
+    """What rank 0 owns, and the rank that owns most, relative to the mean."""
+    owned = [0] * ranks
+    for one in optimizer._rounds:
+        for each in one.parameters:
+            owned[each.owner] += each.numel
+    mean = sum(owned) / ranks
+    return owned[0] / mean, max(owned) / mean
 
 
 def main() -> None:
@@ -178,6 +210,7 @@ def main() -> None:
     parser.add_argument(
         "--networks", nargs="+", type=float, default=[0, 400, 100], help="GB/s; 0: at once"
     )
+    parser.add_argument("--wrapper", action="store_true", help="shard by the wrapper")
     parser.add_argument("--rounds", type=int, default=10, help="turns of each row")
     parser.add_argument("--steps", type=int, default=5, help="steps in a turn")
     parser.add_argument("--json", type=Path, help="write the results to this file, too")
@@ -185,7 +218,9 @@ def main() -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     results: dict[str, Any] = {}
     for name in given.cases:
-        case = Case(name, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+        case = Case(name, device, wrapped if given.wrapper else sharded)
+        first, most = shares(case.optimizers["Muon whole"], case.group.size())
+        print(f"\n{name}: rank 0 owns {first:.2f} x the mean, the most loaded rank {most:.2f} x")
         found: dict[float, dict[str, dict[str, float]]] = {}
         for bandwidth in given.networks:
             rows = summary(measure(case, bandwidth, given.rounds, given.steps))

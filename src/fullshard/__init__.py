@@ -7,7 +7,6 @@ That of ``fully_shard`` and what belongs to it, too.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import optim
 from .api import (
     BackwardPrefetch,
     Communication,
@@ -36,6 +35,7 @@ from .state.optim.methods import optim_state_template
 from .stopping import StopRequest
 
 if TYPE_CHECKING:
+    from . import optim
     from .captured.step import CapturedStep, capture
     from .per_parameter.fully_shard import fully_shard
     from .per_parameter.module import FSDPModule, ReplicateModule, share_comm_ctx
@@ -136,9 +136,13 @@ _WHEN_USED = {
     "share_comm_ctx": "per_parameter.module",
     "trace": "tracing.trace",
 }
+#: Modules that are public themselves.
+_ROOMS_WHEN_USED = frozenset({"optim"})
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS_WHEN_USED:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _WHEN_USED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_WHEN_USED[name]}", __name__), name)
@@ -147,4 +151,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHEN_USED})
+    return sorted({*globals(), *_WHEN_USED, *_ROOMS_WHEN_USED})

@@ -167,12 +167,27 @@ class _Joined:
         joinable: Any = self._model
         return Join.notify_join_context(joinable)
 
-    def _before_step(self, number: int, *_: Any) -> None:
-        self._since[number] = self.joining.since_backward(number)
+    def _before_step(
+        self, number: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> None:
+        since = self._since[number] = self.joining.since_backward(number)
+        if not _steps_together(optimizer):
+            return
+        if len(args) > 1 or kwargs:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} got a closure inside of Join, but all ranks take part "
+                "in its step, also those that have run out of data, and these have no closure. Run "
+                "forward and backward before the step"
+            )
+        # The others are waited for in the step.
+        self.joining.stepped.add(number)
+        self.joining.tell_of_step(number, _options(optimizer), since)
 
     def _after_step(
         self, number: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> None:
+        if _steps_together(optimizer):
+            return
         self.joining.stepped.add(number)
         since = self._since.pop(number, None)
         if args or kwargs:
@@ -249,6 +264,11 @@ class _Joined:
         if not self._has_left:
             self.joining.leave_by_exception()
             self.leave()
+
+
+def _steps_together(optimizer: Any) -> bool:
+    """True if all ranks take part in a step, so that they have to begin it together."""
+    return getattr(optimizer, "steps_together", False)
 
 
 def _all_ranks(unit: Unit) -> Group:

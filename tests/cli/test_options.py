@@ -12,6 +12,7 @@ import torch
 import typer.main
 from typer.testing import CliRunner
 
+from fullshard.cli.checks import check_run
 from fullshard.cli.main import app
 from fullshard.cli.model import GPT, PRESETS
 from fullshard.cli.option_files import read_values, to_toml
@@ -151,3 +152,8 @@ def test_the_learning_rate_warms_up_and_ends_where_it_should(schedule: str) -> N
     assert rates[-1] == pytest.approx(1.0 if schedule == "constant" else 0.2)
     if schedule != "constant":
         assert rates[54] == pytest.approx(0.6)  # half of the way down
+
+
+def test_steps_of_muon_are_not_captured() -> None:
+    with pytest.raises(BadInput, match="steps of muon cannot be captured"):
+        check_run(Options(optimizer="muon", capture=True), 2)

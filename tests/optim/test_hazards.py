@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.engine import tensor_parallel
+from tests.engine.parity import train as train_tensor_parallel
 from tests.optim.training import (
     adamw,
     everything,
@@ -22,12 +25,13 @@ from tests.optim.training import (
 from tests.original.training import Block, InPlace, Net, build, inputs, loss_of, train_step
 from tests.state.models import hybrid_groups
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.tensor import Shard
 
 import fullshard
 from fullshard import CPUOffload, MixedPrecision, ShardedGradScaler, ShardingStrategy
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.testing import ranks
+from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 
 FULL_SHARD = ShardingStrategy.FULL_SHARD
@@ -190,9 +194,10 @@ def test_offloaded_parameters_are_stepped() -> None:
 
 @ranks(2)
 def test_parameters_that_are_cut_along_another_dimension_are_whole() -> None:
-    def even() -> nn.Module:
+    def even() -> nn.Sequential:
         torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 4), nn.Linear(4, 3))
+        layers = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 4), nn.Linear(4, 3))
+        return layers.to(device())
 
     model = even()
     for layer in model:
@@ -294,7 +299,7 @@ def test_a_gradient_scaler_skips_a_step_on_all_ranks() -> None:
     model = wrapped()
     optimizer = whole(muon, model)
     expected = reference(model, muon)
-    scaler = ShardedGradScaler(device="cpu", init_scale=8.0)
+    scaler = ShardedGradScaler(device=device().type, init_scale=8.0)
     for step in range(3):
         optimizer.zero_grad()
         loss = model(inputs(step)).square().mean()
@@ -341,7 +346,7 @@ def test_a_rank_has_a_quarter_of_the_state_of_even_matrices() -> None:
     def even() -> nn.Module:
         torch.manual_seed(1)
         layers = [nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 8)) for _ in range(6)]
-        return nn.Sequential(*layers)
+        return nn.Sequential(*layers).to(device())
 
     model = FSDP(
         even(),
@@ -351,7 +356,7 @@ def test_a_rank_has_a_quarter_of_the_state_of_even_matrices() -> None:
         use_orig_params=True,
     )
     optimizer = whole(muon, model)
-    model(torch.randn(4, 8)).sum().backward()
+    model(torch.randn(4, 8, device=device())).sum().backward()
     optimizer.step()
 
     chosen = optimizer.param_groups[0]["params"]
@@ -383,10 +388,26 @@ def test_what_cannot_be_stepped_is_refused() -> None:
     with pytest.raises(ValueError, match="holds 1 of the 6 parameters"):
         whole(lambda parameters: muon(parameters[:1]), model)
     with pytest.raises(TypeError, match="returned a list"):
-        whole(lambda parameters: parameters, model)
+        whole(list, model)  # type: ignore
     optimizer = whole(muon, model)
+    with pytest.raises(TypeError, match="neither copied nor pickled"):
+        copy.deepcopy(optimizer)
     with pytest.raises(RuntimeError, match=r"fullshard\.optim\.whole"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+
+
+@ranks(4)
+def test_tensor_parallel_matrices_are_refused_and_may_be_left_to_the_second_optimizer() -> None:
+    mesh = tensor_parallel.mesh_of(2, 2)
+    model = tensor_parallel.sharded(mesh, strategy=FULL_SHARD, use_orig_params=True)
+    with pytest.raises(ValueError, match=r"Parameter \S+ is tensor-parallel.*; pass select="):
+        whole(muon, model, select=everything)
+    same = tensor_parallel.sharded(mesh, strategy=FULL_SHARD, use_orig_params=True)
+    optimizer = whole(sgd, model, sgd, select=lambda name, parameter: name == "gain")
+    for each, steps_it in ((model, optimizer), (same, sgd(same.parameters()))):
+        train_tensor_parallel(each, steps_it, steps=2, rank=mesh["dp"].get_local_rank())
+    for found, expected in zip(model.parameters(), same.parameters(), strict=True):
+        assert torch.equal(found, expected)
 
 
 class Language(nn.Module):
@@ -400,7 +421,7 @@ class Language(nn.Module):
 @pytest.mark.parametrize("units", [{nn.Sequential}, {nn.Embedding, nn.Linear}, set()])
 @ranks(2)
 def test_matrices_are_chosen_but_not_those_of_embeddings_and_heads(units: Any) -> None:
-    model = FSDP(Language(), auto_wrap_policy=ModuleWrapPolicy(units), use_orig_params=True)
+    model = FSDP(build(Language), auto_wrap_policy=ModuleWrapPolicy(units), use_orig_params=True)
     optimizer = whole(muon, model)
     names = [each.name for one in optimizer._rounds for each in one.parameters]
     assert sorted(names) == ["blocks.0.0.weight", "blocks.1.0.weight"]
@@ -412,3 +433,44 @@ def test_all_parameters_can_be_chosen() -> None:
     optimizer = whole(adamw, model, None, select=everything)
     train(model, optimizer, reference(model, adamw, None, everything), range(3))
     assert optimizer.rest is None
+
+
+@ranks(3)
+def test_ranks_that_run_out_of_data_take_part_in_the_steps_of_others() -> None:
+    model, bare = wrapped(), build(Net)
+    optimizer = whole(sgd, model, sgd)
+    expected = reference(model, sgd, sgd, bare=bare)
+    batches = [2, 4, 3]
+
+    def loss(network: nn.Module, rank: int, step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        batch = torch.randn(4, 5, generator=generator).to(device())
+        return network(batch).square().mean()
+
+    with Join([model], optimizer=optimizer):
+        for step in range(batches[dist.get_rank()]):
+            optimizer.zero_grad()
+            loss(model, dist.get_rank(), step).backward()
+            optimizer.step()
+
+    for step in range(max(batches)):
+        bare.zero_grad()
+        active = [rank for rank, count in enumerate(batches) if step < count]
+        (sum((loss(bare, rank, step) for rank in active), torch.zeros(())) / 3).backward()
+        for each in expected.optimizers:
+            each.step()
+    for name, (value, _) in full_values(model).items():
+        torch.testing.assert_close(value, expected.parameters[name].detach())
+
+
+@ranks(2)
+def test_a_closure_inside_of_join_is_refused() -> None:
+    model = wrapped()
+    optimizer = whole(muon, model)
+
+    def closed() -> None:
+        with Join([model], optimizer=optimizer):
+            optimizer.step(lambda: train_step(model, 0))
+
+    with pytest.raises(RuntimeError, match="got a closure inside of Join"):
+        closed()

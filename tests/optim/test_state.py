@@ -12,8 +12,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.optim.training import (
     Shampoo,
+    WideNet,
     adamw,
     adamw8bit,
+    adamw8bit_of_torchao,
     everything,
     full_values,
     is_hidden_matrix,
@@ -23,6 +25,7 @@ from tests.optim.training import (
     wrapped,
 )
 from tests.original.training import InPlace, Net, build, train_step
+from tests.state.models import hybrid_groups
 from tests.state.optimizers import (
     OPTIM_KINDS,
     assert_same_optim_state,
@@ -39,10 +42,11 @@ from torch.distributed.checkpoint.state_dict import (
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import OptimStateKeyType, ShardingStrategy, optim_state_template
-from fullshard.testing import ranks, run_on_ranks
+from fullshard.testing import device, ranks, run_on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 FULL_SHARD, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
+HYBRID_SHARD = ShardingStrategy.HYBRID_SHARD
 STEPS = range(3)
 
 
@@ -72,7 +76,8 @@ def expected_state(expected: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("make", [muon, Shampoo])
 @pytest.mark.parametrize(
-    ("size", "strategy"), [(2, FULL_SHARD), (2, NO_SHARD), (3, FULL_SHARD), (1, FULL_SHARD)]
+    ("size", "strategy"),
+    [(2, FULL_SHARD), (2, NO_SHARD), (3, FULL_SHARD), (1, FULL_SHARD), (4, HYBRID_SHARD)],
 )
 def test_every_type_of_state_dict_is_that_of_the_unwrapped_model_and_loads_again(
     size: int, strategy: ShardingStrategy, make: Any
@@ -81,7 +86,8 @@ def test_every_type_of_state_dict_is_that_of_the_unwrapped_model_and_loads_again
 
 
 def round_trips(strategy: ShardingStrategy, make: Any) -> None:
-    model = wrapped(how=strategy)
+    options = {"process_group": hybrid_groups()} if strategy is HYBRID_SHARD else {}
+    model = wrapped(how=strategy, **options)
     optimizer = whole(make, model)
     expected = reference(model, make)
     trained(model, optimizer, expected)
@@ -140,6 +146,29 @@ def test_8_bit_state_goes_to_the_unmodified_optimizer_and_back() -> None:
     trained(model, resumed, after, range(3, 5))
 
     after.assert_same()
+
+
+@pytest.mark.parametrize("how", [FULL_SHARD, InPlace.RESHARD])
+@ranks(2)
+def test_tensors_of_a_librarys_own_class_are_saved_and_loaded(how: Any, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    folders = [str(tmp_path)]
+    dist.broadcast_object_list(folders)
+    model = wrapped(build(WideNet), how)
+    optimizer = whole(adamw8bit_of_torchao, model)
+    expected = reference(model, adamw8bit_of_torchao, bare=build(WideNet))
+    trained(model, optimizer, expected)
+
+    names = {key for state in optimizer.state_dict()["state"].values() for key in state}
+    told: list[Any] = [None, None]
+    dist.all_gather_object(told, names)
+    assert told[0] | told[1] >= {"step", "exp_avg.codes", "exp_avg.scale"}
+    fullshard.save(folders[0], model, optimizer)
+    resumed = whole(adamw8bit_of_torchao, model, cost=other_owners)
+    fullshard.load(folders[0], model, resumed)
+    trained(model, resumed, expected, range(3, 5))
+
+    expected.assert_same()
 
 
 # -- checkpoints ----------------------------------------------------------------------------------
@@ -259,7 +288,7 @@ def test_owners_alone_have_the_state_of_their_parameters() -> None:
     trained(model, optimizer, reference(model, muon), range(1))
 
     chosen = optimizer.param_groups[0]["params"]
-    held = torch.tensor([len(optimizer.state[parameter]) for parameter in chosen])
+    held = torch.tensor([len(optimizer.state[p]) for p in chosen], device=device())
     dist.all_reduce(held)
     assert held.tolist() == [1] * 6
     whole_shapes = {tuple(p.shape) for n, p in build(Net).named_parameters() if p.dim() == 2}

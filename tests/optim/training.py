@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.original.training import Net, blocks_policy, build, loss_of, sharded
+from tests.original.training import Block, Net, blocks_policy, build, loss_of, sharded
 from torch import nn
 
 import fullshard
@@ -58,6 +58,15 @@ def _power(matrix: torch.Tensor) -> torch.Tensor:
     """The matrix to the power of minus a quarter."""
     values, vectors = torch.linalg.eigh(matrix)
     return vectors * values.clamp(min=1e-6).pow(-0.25) @ vectors.T
+
+
+class WideNet(Net):
+    """With matrices of more than 4096 elements: torchao quantizes no smaller ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(5, 64), nn.Linear(64, 3)
+        self.blocks = nn.ModuleList(Block(64) for _ in range(2))
 
 
 class Counting(torch.optim.SGD):

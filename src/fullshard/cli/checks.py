@@ -23,6 +23,11 @@ def check_run(options: Options, ranks: int) -> None:
     """Raise ``BadInput`` if a run with these options on ``ranks`` ranks in total cannot work."""
     check_size(options)
     check_batch(options, ranks)
+    if options.optimizer == "muon" and options.capture:
+        raise BadInput(
+            "steps of muon cannot be captured, because it reads its learning rate on the host; "
+            "leave out --capture, or use --optimizer adamw"
+        )
     text = read_text(options.data)
     if len(text) <= options.sequence:
         raise BadInput(

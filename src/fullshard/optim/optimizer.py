@@ -64,6 +64,9 @@ class WholeOptimizer(torch.optim.Optimizer):
     learning-rate schedulers, ``zero_grad``, clipping and gradient scalers work as always.
     """
 
+    #: For ``Join``: ranks that have run out of data take part in steps, not only after them.
+    steps_together = True
+
     def __init__(
         self,
         make: Make,
@@ -131,6 +134,13 @@ class WholeOptimizer(torch.optim.Optimizer):
                 "are chosen together. Make a new one with fullshard.optim.whole"
             )
         super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "An optimizer of whole tensors can be neither copied nor pickled, because it is bound "
+            "to the model's process groups. Make another one with fullshard.optim.whole, and load "
+            "state_dict() into it"
+        )
 
     # -- a step -----------------------------------------------------------------------------------
 

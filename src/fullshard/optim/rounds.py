@@ -42,7 +42,9 @@ class Round:
         self._there = routes.to_owners([*values, *values, *marks], rank, size)
         self._back = routes.from_owners(values, rank, size)
         self._pending: Callable[[], None] = _nothing
-        self._received: torch.Tensor = torch.empty(0)
+        #: What is sent, held until it has arrived, and what is received.
+        self._travelling: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._marks: dict[Any, torch.Tensor] = {}
         #: Whether this rank has a gradient, for each of the parameters; None where it has no piece.
         self._present: dict[WholeParameter, bool] = {}
 
@@ -61,19 +63,20 @@ class Round:
                 marks.append(None)
             else:
                 sent.append(torch.zeros_like(piece) if gradient is None else gradient)
-                marks.append(piece.new_full((1,), gradient is not None))
+                marks.append(self._mark(piece, gradient is not None))
         self._send(self._there, [*sent, *marks])
+
+    def _mark(self, piece: torch.Tensor, present: bool) -> torch.Tensor:
+        """One element that says whether there is a gradient, where ``piece`` is; made once."""
+        key = (present, piece.dtype, piece.device)
+        mark = self._marks.get(key)
+        if mark is None:
+            mark = self._marks[key] = piece.new_full((1,), present)
+        return mark
 
     def step(self) -> None:
         """Step this rank's parameters of the round, and begin to send them back."""
-        # Each in memory of its own, so that it is aligned as any tensor is.
-        found = list(map(torch.cat, self._receive(self._there)))
-        count = len(self._mine)
-        values, gradients, marks = found[:count], found[count : 2 * count], found[2 * count :]
-        self._read_marks(marks)
-        for each, value, gradient in zip(self._mine, values, gradients, strict=True):
-            present = self._present[each]
-            each.put_in_place(each.whole(value), each.whole(gradient) if present else None)
+        self._put_in_place()
         try:
             self.optimizer.step()
         finally:
@@ -83,7 +86,18 @@ class Round:
             cuts += each.cuts_of(result)
         self._send(self._back, cuts)
 
-    def _read_marks(self, marks: Sequence[torch.Tensor]) -> None:
+    def _put_in_place(self) -> None:
+        """Let stand-ins have what has arrived, whose buffer is released on return."""
+        arrived, count = self._receive(self._there), len(self._mine)
+        self._read_marks(arrived[2 * count :])
+        for index, each in enumerate(self._mine):
+            # In memory of its own, so that it is aligned as any tensor is.
+            value, gradient = torch.cat(arrived[index]), None
+            if self._present[each]:
+                gradient = each.whole(torch.cat(arrived[count + index]))
+            each.put_in_place(each.whole(value), gradient)
+
+    def _read_marks(self, marks: Sequence[list[torch.Tensor]]) -> None:
         """Learn of gradients of parameters of which this rank has no piece; the host waits."""
         unknown = [
             (each, mark)
@@ -91,7 +105,7 @@ class Round:
             if each not in self._present
         ]
         if unknown:
-            found = torch.stack([mark.any() for _, mark in unknown]).tolist()
+            found = torch.stack([torch.cat(mark).any() for _, mark in unknown]).tolist()
             self._present.update(zip((each for each, _ in unknown), found, strict=True))
 
     def finish(self) -> None:
@@ -105,7 +119,7 @@ class Round:
         pieces = [cuts[index] for index in journey.order]
         sent = joined([piece for piece in pieces if piece is not None], self._dtype, self._device)
         received = sent.new_empty(sum(journey.received))
-        self._received = received
+        self._travelling = sent, received
         self._pending = self.group.start_exchange(
             received, sent, journey.received, journey.sent, self.name
         )
@@ -114,8 +128,9 @@ class Round:
         """The parts of each parcel that has arrived, in the order of parcels."""
         pending, self._pending = self._pending, _nothing
         pending()
-        received, self._received = self._received, torch.empty(0)
-        return arranged(received, journey)
+        travelling, self._travelling = self._travelling, None
+        assert travelling is not None
+        return arranged(travelling[1], journey)
 
 
 def joined(

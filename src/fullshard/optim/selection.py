@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -112,7 +113,10 @@ def embeddings_and_heads(model: nn.Module) -> set[nn.Module]:
 
     A head is what ``get_output_embeddings`` returns, or goes by a usual name outside all layers.
     """
-    found = {getattr(model, "get_output_embeddings", lambda: None)()}
+    output = None
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        output = getattr(model, "get_output_embeddings", lambda: None)()
+    found: set[nn.Module] = {output} if isinstance(output, nn.Module) else set()
     for path, module in model.named_modules():
         *parents, name = clean_tensor_name(f"{path}.").rstrip(".").split(".")
         is_head = name in _HEADS and not any(map(str.isdigit, parents))
@@ -164,7 +168,7 @@ def _check(found: Found) -> None:
     if found.handle.distribution(found.index) is not None:
         reason = (
             "is tensor-parallel: its parts are on the ranks of another process group, which do not "
-            "exchange them. Choose other parameters"
+            "exchange them"
         )
     elif not found.handle.dtypes.shard.is_floating_point:
         reason = f"has dtype {found.handle.dtypes.shard}, but a floating-point dtype is needed"

@@ -8,7 +8,8 @@ Note: one format
     than at saving.
 
     An entry is cut if it is a tensor of the parameter's shape under all parameters that have it. A
-    value that is a dict or a list is never cut, nor is a tensor of another class.
+    value that is a dict or a list is never cut. Tensors of another class are saved as the plain
+    tensors inside them (``tensor_classes.py``).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..state.optim.consensus import ALL_UNITS, copied
 from . import routes
 from .parameters import WholeParameter
 from .rounds import Round, arranged, joined
+from .tensor_classes import put_together, taken_apart
 from .twins import Twins
 
 #: The state of each parameter that a rank has.
@@ -34,13 +36,17 @@ States = dict[WholeParameter, dict[str, Any]]
 _FEW = 64
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Sent:
-    """In place of a tensor that its owner sends: its shape, dtype, and whether it is on a host."""
+    """In place of a tensor that its owner sends: its shape, dtype, and whether it is on a host.
+
+    A tensor of a few elements is in it, in host memory: a device has another number elsewhere.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     on_host: bool
+    few: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +98,7 @@ def _owned_states(rounds: Sequence[Round]) -> States:
     shape into a dict, which could not be cut.
     """
     return {
-        member: dict(each.optimizer.state[member.stand_in])
+        member: taken_apart(each.optimizer.state[member.stand_in])
         for each in rounds
         for member in each.parameters
         if each.optimizer.state.get(member.stand_in)
@@ -167,9 +173,10 @@ def _described(key: str, value: Any, cut: set[str]) -> Any:
 
 
 def _fact(leaf: Any) -> Any:
-    if type(leaf) is not torch.Tensor or leaf.numel() <= _FEW:
+    if not isinstance(leaf, torch.Tensor):
         return copied(leaf)
-    return _Sent(tuple(leaf.shape), leaf.dtype, leaf.device.type == "cpu")
+    few = copied(leaf, torch.device("cpu")) if leaf.numel() <= _FEW else None
+    return _Sent(tuple(leaf.shape), leaf.dtype, leaf.device.type == "cpu", few)
 
 
 def _cut_entries(facts: _Facts) -> set[tuple[str, torch.dtype]]:
@@ -189,6 +196,8 @@ def _broadcast(group: Group, owner: int, fact: Any, own: Any, device: torch.devi
     def receive(leaf: Any) -> Any:
         if not isinstance(leaf, _Sent):
             return leaf
+        if leaf.few is not None:
+            return leaf.few.to("cpu" if leaf.on_host else device, copy=True)
         if owner == group.rank:
             sent = next(remaining).detach().to(device).contiguous().clone()
         else:
@@ -200,7 +209,7 @@ def _broadcast(group: Group, owner: int, fact: Any, own: Any, device: torch.devi
 
 
 def _is_large(leaf: Any) -> bool:
-    return isinstance(_fact(leaf), _Sent) if isinstance(leaf, torch.Tensor) else False
+    return isinstance(leaf, torch.Tensor) and leaf.numel() > _FEW
 
 
 def _pieces_from_owners(
@@ -298,7 +307,7 @@ def load_state_dict(
 def _load_into_rounds(twins: Twins, rounds: Sequence[Round], owned: States) -> None:
     positions = {each: position for position, each in enumerate(twins.parameters)}
     for each in rounds:
-        mine = {positions[p]: owned[p] for p in each.parameters if p in owned}
+        mine = {positions[p]: put_together(owned[p]) for p in each.parameters if p in owned}
         current = each.optimizer.state_dict()
         each.optimizer.load_state_dict({**current, "state": mine})
 

@@ -42,6 +42,7 @@ _COUNT = f"{_JOIN}: count ranks with data"
 _FOLLOWED = (
     *("forward", "evaluation", "run", "gather", "reduce", "all-reduce", "communication hook"),
     *("vote on absent gradients", "clip", "norm", _JOIN, "gather facts"),
+    *("optimizer step", "exchange"),
 )
 #: Seconds between two looks at the store, at first and at most.
 _SHORTEST, _LONGEST = 1e-4, 2e-2
