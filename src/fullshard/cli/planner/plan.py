@@ -95,7 +95,7 @@ def plan(
             ranks,
             device,
             layout,
-            counted_operations and counted_operations.seconds_of,
+            None if counted_operations is None else counted_operations.seconds_of,
         )
     units = found_step.description
     predicted = predict(found_step.sizes, found_step.moments, found_step.facts)
