@@ -104,7 +104,7 @@ def _reason(unit: UnitTimes, what: str, wait: float, facts: _Facts, is_first: bo
     is_full = facts.strategies.get(unit.unit) == "FULL_SHARD"
     if what == "reduce-scatter":
         return _about_reduce(unit, is_full, facts.is_host)
-    if is_first:
+    if is_first and what == "all-gather in forward":
         return (
             "it is the first of the step, so nothing can run beside it; fewer parameters outside "
             "of nested units make it shorter."

@@ -50,6 +50,11 @@ class Question:
     usable: int
     layout: Layout = "flat"
 
+    @property
+    def shares(self) -> int:
+        """The parts of a batch: one for each rank and pass."""
+        return self.ranks * self.options.accumulate
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -86,9 +91,7 @@ def best_that_fit(question: Question) -> list[Candidate]:
 def _candidates(question: Question) -> Iterator[Candidate]:
     checkpointing = _choices(question, "checkpoint_activations", (False, True))
     for wrap, checkpoints in itertools.product(_wraps(question), checkpointing):
-        base = dataclasses.replace(
-            question.options, wrap=wrap, checkpoint_activations=checkpoints, accumulate=1
-        )
+        base = dataclasses.replace(question.options, wrap=wrap, checkpoint_activations=checkpoints)
         if not _has_room_for_a_unit(question, base):
             continue
         passes = {sequences: _pass(question, base, sequences) for sequences in _REHEARSED}
@@ -99,7 +102,7 @@ def _candidates(question: Question) -> Iterator[Candidate]:
             one = passes[_REHEARSED[0]]
             description = describe_units(one.model, kept, question.ranks, question.layout)
             for sequences in _sequences(question):
-                options = dataclasses.replace(kept, batch=sequences * question.ranks)
+                options = dataclasses.replace(kept, batch=sequences * question.shares)
                 few, many = _REHEARSED[:2] if sequences < _REHEARSED[1] else _REHEARSED[1:]
                 moments = between(
                     passes[few].moments,
@@ -123,7 +126,7 @@ class _Pass:
 
 
 def _pass(question: Question, options: Options, sequences: int) -> _Pass:
-    options = dataclasses.replace(options, batch=sequences * question.ranks)
+    options = dataclasses.replace(options, batch=sequences * question.shares)
     subject = question.make_subject()
     description = describe_units(subject.model, options, question.ranks, question.layout)
     counted = OperationsCounted(question.machine)
@@ -135,7 +138,7 @@ def _pass(question: Question, options: Options, sequences: int) -> _Pass:
 
 
 def _rehearsed(question: Question, options: Options) -> Candidate:
-    found = _pass(question, options, options.batch // question.ranks)
+    found = _pass(question, options, options.batch // question.shares)
     description = describe_units(found.model, options, question.ranks, question.layout)
     return _weighed(question, options, description, found.moments, found.operations)
 
@@ -209,7 +212,7 @@ def _choices(question: Question, name: str, values: Sequence[Any]) -> Sequence[A
 
 def _sequences(question: Question) -> Sequence[int]:
     if "batch" in question.given:
-        return (question.options.batch // question.ranks,)
+        return (question.options.batch // question.shares,)
     return _SEQUENCES
 
 
