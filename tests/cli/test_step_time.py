@@ -23,7 +23,7 @@ from fullshard.cli.planner.fit import (
     OperationsCounted,
     Question,
     best_that_fit,
-    extrapolated,
+    between,
     rates_of,
 )
 from fullshard.cli.planner.machine import MACHINES, Machine, machine_named, rate_of
@@ -201,9 +201,7 @@ def test_what_is_found_fits_and_is_faster_than_what_was_passed_over() -> None:
     assert found
     assert all(candidate.memory <= 4 * 2**30 for candidate in found)
     best = found[0]
-    assert all(
-        other.sequences_per_second <= 1.02 * best.sequences_per_second for other in found[1:]
-    )
+    assert all(other.sequences_per_second <= best.sequences_per_second for other in found[1:])
     # What was foretold for the winner is what planning it alone says.
     _, alone = predict_memory(gpt_subject(best.options), best.options, 8, torch.device("cuda"))
     assert best.memory == alone.total
@@ -228,20 +226,22 @@ def test_nothing_is_found_where_nothing_fits() -> None:
     assert best_that_fit(question(2**20)) == []
 
 
-def test_moments_of_larger_batches_are_close_to_what_running_them_finds() -> None:
-    def moments(sequences: int) -> Any:
-        options = Options(model="small", batch=2 * sequences, precision="bfloat16")
+@pytest.mark.parametrize("sequences", [8, 64])
+def test_passes_of_other_batches_are_close_to_what_running_them_finds(sequences: int) -> None:
+    def moments(count: int) -> Any:
+        options = Options(model="small", batch=2 * count, precision="bfloat16", sequence=1024)
         machine = MACHINES["a100"]
         device = torch.device("cuda")
         subject = gpt_subject(options)
         return rehearse(subject, options, 2, device, seconds_of=machine.seconds_of).moments
 
-    guessed = extrapolated(moments(1), moments(2), 8)
+    guessed = between(moments(4), moments(16), (sequences - 4) / (16 - 4))
+    found = moments(sequences)
 
-    for guess, found in zip(guessed, moments(8), strict=True):
-        assert (guess.event, guess.unit) == (found.event, found.unit)
-        assert guess.peak_tensors == pytest.approx(found.peak_tensors, rel=0.03, abs=2**20)
-        assert guess.seconds <= found.seconds * 1.25 + 1e-3
+    assert [(m.event, m.unit) for m in guessed] == [(m.event, m.unit) for m in found]
+    peak = max(m.peak_tensors for m in found)
+    assert max(m.peak_tensors for m in guessed) == pytest.approx(peak, rel=0.05)
+    assert guessed[-1].seconds == pytest.approx(found[-1].seconds, rel=0.05)
 
 
 # -- the command --------------------------------------------------------------------------------

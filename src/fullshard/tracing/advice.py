@@ -104,7 +104,7 @@ def _reason(unit: UnitTimes, what: str, wait: float, facts: _Facts, is_first: bo
     is_full = facts.strategies.get(unit.unit) == "FULL_SHARD"
     if what == "reduce-scatter":
         return _about_reduce(unit, is_full, facts.is_host)
-    if is_first:
+    if is_first and what == "all-gather in forward":
         return (
             "it is the first of the step, so nothing can run beside it; fewer parameters outside "
             "of nested units make it shorter."
@@ -130,8 +130,8 @@ def _reason(unit: UnitTimes, what: str, wait: float, facts: _Facts, is_first: bo
 def _about_reduce(unit: UnitTimes, is_full: bool, is_host: bool) -> str:
     if is_host and is_full and unit.exposed_reduce > unit.reduce_scatter / 2:
         return (
-            "on a CPU hardly any of that runs beside compute; SHARD_GRAD_OP reduces behind the next "
-            "unit's backward, and accumulating gradients (no_sync) reduces less often."
+            "on a CPU hardly any of that runs beside compute; SHARD_GRAD_OP reduces behind the "
+            "next unit's backward, and accumulating gradients (no_sync) reduces less often."
         )
     return (
         "that takes longer than the compute beside it; compute more per step (a larger batch), "

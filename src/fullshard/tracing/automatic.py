@@ -5,7 +5,9 @@ The first model that trains is traced, from its fifth optimizer step on.
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,13 @@ class Automatic:
         self._path, self._steps = path, steps
         self._schedule: Schedule | None = None
         self._count = 0
+        self._trace: Trace | None = None
 
     def install(self) -> None:
         """Begin to watch passes and optimizers."""
         watching.append(self)
         self._hook = register_optimizer_step_post_hook(self._note_step)
+        atexit.register(self._end)
 
     def note_pass(self, schedule: Schedule) -> None:
         """A pass begins; that of a model that trains is what was waited for."""
@@ -48,7 +52,19 @@ class Automatic:
         self._count += 1
         if self._count == _STEPS_BEFORE:
             self._hook.remove()
-            Trace(self._units, (), [self._path], self._steps).start()
+            trace = Trace(self._units, (), [self._path], self._steps)
+            trace.start()
+            self._trace = trace
+
+    def _end(self) -> None:
+        """The program ends: without a trace, if it did not train for long enough."""
+        if (self._trace is None or self._trace.is_recording) and os.environ.get("RANK") == "0":
+            print(
+                f"fullshard: no trace in {self._path}: the program ended before the forward that "
+                f"follows {_STEPS_BEFORE + self._steps} optimizer steps; ask for fewer "
+                "(--trace-steps)",
+                file=sys.stderr,
+            )
 
     def _units(self) -> list[tuple[Unit, Schedule | None]]:
         assert self._schedule is not None

@@ -166,6 +166,11 @@ class Trace:
         self._facts.update(facts or {})
 
     @property
+    def is_recording(self) -> bool:
+        """True from the beginning of the recording to its end."""
+        return self._recorder is not None
+
+    @property
     def steps_recorded(self) -> int:
         """How many steps have ended so far, the one of the last optimizer's step included."""
         if self._recorder is None:

@@ -126,8 +126,10 @@ class _Recorder(TorchDispatchMode):
 
     def moments(self) -> list[Moment]:
         return [
-            Moment(*at, *peak, seconds)
-            for (*at, seconds), peak in zip(self._marks, self._peaks, strict=True)
+            Moment(event, unit, tensors, gradients, *peak, seconds)
+            for (event, unit, tensors, gradients, seconds), peak in zip(
+                self._marks, self._peaks, strict=True
+            )
         ]
 
 

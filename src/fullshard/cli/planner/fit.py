@@ -1,8 +1,8 @@
 """``fullshard plan --fit``: the fastest combination of options that fits a device's memory.
 
 Only running the model on the meta device takes time, and its memory and time grow by about as much
-with every sequence of a batch. So it is run with one and with two sequences, for each choice of
-units and of checkpointing; all other candidates are arithmetic. The winner is then run as it is.
+with every sequence of a batch. So it is run with three batches for each choice of units and of
+checkpointing; all other candidates are arithmetic. The winner is then run as it is.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ __all__ = ["Candidate", "OperationsCounted", "Question", "best_that_fit", "time_
 
 #: Sequences of a rank that are tried, if the batch is not given.
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128)
+#: Those with which the model is run; what lies between and beyond is in proportion.
+_REHEARSED = (1, 4, 16)
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,11 @@ class Question:
     machine: Machine
     usable: int
     layout: Layout = "flat"
+
+    @property
+    def shares(self) -> int:
+        """The parts of a batch: one for each rank and pass."""
+        return self.ranks * self.options.accumulate
 
 
 @dataclass(frozen=True)
@@ -68,32 +75,40 @@ def best_that_fit(question: Question) -> list[Candidate]:
     found = [
         candidate for candidate in _candidates(question) if candidate.memory <= question.usable
     ]
-    found.sort(key=lambda candidate: -candidate.sequences_per_second)
+    exact: set[Options] = set()
     while found:
-        exact = _rehearsed(question, found[0].options)
-        if exact.memory <= question.usable:
-            return [exact, *found[1:]]
-        del found[0]
+        found.sort(key=lambda candidate: -candidate.sequences_per_second)
+        best = found[0].options
+        if best in exact:
+            return found
+        found[0] = _rehearsed(question, best)
+        exact.add(best)
+        if found[0].memory > question.usable:
+            del found[0]
     return []
 
 
 def _candidates(question: Question) -> Iterator[Candidate]:
     checkpointing = _choices(question, "checkpoint_activations", (False, True))
     for wrap, checkpoints in itertools.product(_wraps(question), checkpointing):
-        base = dataclasses.replace(
-            question.options, wrap=wrap, checkpoint_activations=checkpoints, accumulate=1
-        )
+        base = dataclasses.replace(question.options, wrap=wrap, checkpoint_activations=checkpoints)
         if not _has_room_for_a_unit(question, base):
             continue
-        one, two = (_pass(question, base, sequences) for sequences in (1, 2))
+        passes = {sequences: _pass(question, base, sequences) for sequences in _REHEARSED}
         strategies = _choices(question, "strategy", ("full_shard", "shard_grad_op"))
         offload = _choices(question, "offload", (False, True))
         for strategy, offloads in itertools.product(strategies, offload):
             kept = dataclasses.replace(base, strategy=strategy, offload=offloads)
+            one = passes[_REHEARSED[0]]
             description = describe_units(one.model, kept, question.ranks, question.layout)
             for sequences in _sequences(question):
-                options = dataclasses.replace(kept, batch=sequences * question.ranks)
-                moments = extrapolated(one.moments, two.moments, sequences)
+                options = dataclasses.replace(kept, batch=sequences * question.shares)
+                few, many = _REHEARSED[:2] if sequences < _REHEARSED[1] else _REHEARSED[1:]
+                moments = between(
+                    passes[few].moments,
+                    passes[many].moments,
+                    (sequences - few) / (many - few),
+                )
                 found = dataclasses.replace(one, moments=moments)
                 yield _weighed(question, options, description, found)
 
@@ -112,7 +127,7 @@ class _Pass:
 
 
 def _pass(question: Question, options: Options, sequences: int) -> _Pass:
-    options = dataclasses.replace(options, batch=sequences * question.ranks)
+    options = dataclasses.replace(options, batch=sequences * question.shares)
     subject = question.make_subject()
     description = describe_units(subject.model, options, question.ranks, question.layout)
     counted = OperationsCounted(question.machine)
@@ -124,7 +139,7 @@ def _pass(question: Question, options: Options, sequences: int) -> _Pass:
 
 
 def _rehearsed(question: Question, options: Options) -> Candidate:
-    found = _pass(question, options, options.batch // question.ranks)
+    found = _pass(question, options, options.batch // question.shares)
     description = describe_units(found.model, options, question.ranks, question.layout)
     return _weighed(question, options, description, found)
 
@@ -160,14 +175,13 @@ def rates_of(options: Options, machine: Machine, operations: int, root: str = ""
     return Rates(machine, options.accumulate, part, operations, root)
 
 
-def extrapolated(one: Sequence[Moment], two: Sequence[Moment], sequences: int) -> list[Moment]:
-    """The moments of a pass with more sequences, from those with one and with two."""
-    if len(one) != len(two):
-        return list(two)
-    more = sequences - 1
+def between(first: Sequence[Moment], second: Sequence[Moment], part: float) -> list[Moment]:
+    """The moments of a pass that lies between two others, or beyond the second."""
+    if len(first) != len(second):
+        return list(second)
 
-    def at(first: float, second: float) -> float:
-        return first + (second - first) * more
+    def at(one: float, other: float) -> float:
+        return one + (other - one) * part
 
     return [
         Moment(
@@ -179,7 +193,7 @@ def extrapolated(one: Sequence[Moment], two: Sequence[Moment], sequences: int) -
             int(at(a.peak_gradients, b.peak_gradients)),
             at(a.seconds, b.seconds),
         )
-        for a, b in zip(one, two, strict=True)
+        for a, b in zip(first, second, strict=True)
     ]
 
 
@@ -201,7 +215,7 @@ def _choices(question: Question, name: str, values: Sequence[Any]) -> Sequence[A
 
 def _sequences(question: Question) -> Sequence[int]:
     if "batch" in question.given:
-        return (question.options.batch // question.ranks,)
+        return (question.options.batch // question.shares,)
     return _SEQUENCES
 
 

@@ -93,7 +93,7 @@ MACHINES = {
         Machine("h100", 840 * _TERA, 50 * _TERA, 2500 * _GIGA, 400 * _GIGA, **_HOST),
         Machine("b200", 1900 * _TERA, 65 * _TERA, 6000 * _GIGA, 800 * _GIGA, **_HOST),
         Machine("a100", 265 * _TERA, 16 * _TERA, 1500 * _GIGA, 250 * _GIGA, **_HOST),
-        Machine("cpu", 80 * _GIGA, 80 * _GIGA, 14 * _GIGA, 2 * _GIGA, takes_compute=0.45),
+        Machine("cpu", 72 * _GIGA, 72 * _GIGA, 14 * _GIGA, 2 * _GIGA, takes_compute=0.6),
     )
 }
 

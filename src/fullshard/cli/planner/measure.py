@@ -7,13 +7,14 @@ read before and after every operation of the step. Without glibc, nothing is mea
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from fullshard.tracing.allocator import host_bytes_in_use
 
 __all__ = ["Measured", "bytes_of", "watch_step"]
 
@@ -41,7 +42,7 @@ def watch_step(device: torch.device, resting: Iterable[torch.Tensor]) -> Iterato
         yield measured
         measured.peak = torch.cuda.max_memory_allocated(device) - before + at_rest
         return
-    before = _bytes_in_use()
+    before = host_bytes_in_use()
     with _Sampling() as sampling:
         yield measured
     if before:
@@ -54,26 +55,6 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-class _Mallinfo(ctypes.Structure):
-    """glibc's ``struct mallinfo2``, with the bytes in use in arenas and in mappings."""
-
-    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
-
-
-_mallinfo: Any = getattr(ctypes.CDLL(None), "mallinfo2", None)
-if _mallinfo is not None:
-    _mallinfo.restype = _Mallinfo
-
-
-def _bytes_in_use() -> int:
-    """The bytes that are allocated on the host now; 0 if unknown."""
-    if _mallinfo is None:
-        return 0
-    found = _mallinfo()
-    return int(found.uordblks + found.hblkhd)
-
-
 class _Sampling(TorchDispatchMode):
     """Reads the memory in use before and after every operation."""
 
@@ -82,7 +63,7 @@ class _Sampling(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        self.peak = max(self.peak, _bytes_in_use())
+        self.peak = max(self.peak, host_bytes_in_use())
         result = function(*args, **(kwargs or {}))
-        self.peak = max(self.peak, _bytes_in_use())
+        self.peak = max(self.peak, host_bytes_in_use())
         return result

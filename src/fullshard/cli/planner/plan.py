@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fullshard.tracing.output import write
+from fullshard.tracing.records import TraceData
 from fullshard.wrap.description import Description, Layout
 from fullshard.wrap.render import size_text
 
@@ -22,7 +24,8 @@ from ..options import COMMAND_LINE, Options, build_options
 from ..problems import BadInput
 from ..words import counted
 from .device_memory import bytes_of_device
-from .fit import OperationsCounted, Question, best_that_fit
+from .fit import Candidate, OperationsCounted, Question, best_that_fit
+from .machine import Machine
 from .memory import Prediction, predict
 from .own_model import own_subject, repeated_class, step_errors_as_bad_input
 from .prediction import gpt_subject, rehearse
@@ -72,50 +75,54 @@ def plan(
     device = torch.device(_device_kind(options, device_memory))
     machine = machine_for(timing, device, device_memory) if timing.is_asked_for else None
     console = Console(highlight=False, soft_wrap=True)
-    errors = step_errors_as_bad_input(model) if is_own else contextlib.nullcontext()
-    if timing.fit is not None and machine is not None and limit is not None:
-        usable = int(limit * _USABLE)
-        with errors:
+    with step_errors_as_bad_input(model) if is_own else contextlib.nullcontext():
+        if timing.fit is not None and machine is not None and limit is not None:
+            usable = int(limit * _USABLE)
             question = Question(
                 make_subject, options, values, ranks, device, machine, usable, layout
             )
             found = best_that_fit(question)
-        console.print(fit_text(question, found, timing.fit))
-        if not found:
-            return DOES_NOT_FIT
-        console.print(fit_table(found, ranks))
-        options = found[0].options
-        subject, chooses_wrap = make_subject(), False
-        errors = contextlib.nullcontext()
-    counted_operations = OperationsCounted(machine) if machine is not None else None
-    with errors:
-        found_step = rehearse(
-            subject,
-            options,
-            ranks,
-            device,
-            layout,
-            counted_operations and counted_operations.seconds_of,
-        )
-    units = found_step.description
-    predicted = predict(found_step.sizes, found_step.moments, found_step.facts)
-    console.print(_heading(options, ranks, device, units, vocabulary, api))
+            _print_fit(console, question, found, timing.fit)
+            if not found:
+                return DOES_NOT_FIT
+            options, subject, chooses_wrap = found[0].options, make_subject(), False
+        operations = OperationsCounted(machine) if machine is not None else None
+        seconds_of = None if operations is None else operations.seconds_of
+        step = rehearse(subject, options, ranks, device, layout, seconds_of)
+    predicted = predict(step.sizes, step.moments, step.facts)
+    console.print(_heading(options, ranks, device, step.description, vocabulary, api))
     if chooses_wrap:
         console.print(_chosen_wrap(options.wrap))
-    console.print(_table(predicted))
-    console.print(f"Memory peaks {predicted.when}.")
-    if predicted.host:
-        console.print(f"Host memory: {size_text(predicted.host)} per rank.")
-    if machine is not None and counted_operations is not None:
-        trace = foretold_trace(found_step, options, machine, counted_operations.count)
-        console.print(time_text(trace, machine))
-        if timing.picture is not None:
-            write(trace, timing.picture)
-            console.print(f"Timeline in {timing.picture}.")
+    _print_memory(console, predicted)
+    if machine is not None and operations is not None:
+        data = foretold_trace(step, options, machine, operations.count)
+        _print_time(console, data, machine, timing.picture)
     if limit is None:
         return 0
     console.print(_verdict(predicted.total, limit, str(device_memory)))
     return 0 if predicted.total <= limit else DOES_NOT_FIT
+
+
+def _print_fit(
+    console: Console, question: Question, found: Sequence[Candidate], device: str
+) -> None:
+    console.print(fit_text(question, found, device))
+    if found:
+        console.print(fit_table(question, found))
+
+
+def _print_memory(console: Console, predicted: Prediction) -> None:
+    console.print(_table(predicted))
+    console.print(f"Memory peaks {predicted.when}.")
+    if predicted.host:
+        console.print(f"Host memory: {size_text(predicted.host)} per rank.")
+
+
+def _print_time(console: Console, data: TraceData, machine: Machine, picture: Path | None) -> None:
+    console.print(time_text(data, machine))
+    if picture is not None:
+        write(data, picture)
+        console.print(f"Timeline in {picture}.")
 
 
 def _layout(api: str) -> Layout:

@@ -95,14 +95,15 @@ def fit_text(question: Question, found: Sequence[Candidate], device: str) -> str
         )
     best = found[0]
     tokens = best.sequences_per_second * best.options.sequence
+    each = f"{best.options.batch // question.shares} sequences per rank and pass"
     return (
-        f"The fastest that fits {device}: {_in_words(best.options)}, "
-        f"{best.options.batch // question.ranks} sequences per rank: {duration_text(best.seconds)} "
-        f"per step, {tokens:,.0f} tokens/s on {question.ranks} ranks of {question.machine.name}."
+        f"The fastest that fits {device}: {_in_words(best.options)}, {each}: "
+        f"{duration_text(best.seconds)} per step, {tokens:,.0f} tokens/s on {question.ranks} "
+        f"ranks of {question.machine.name}."
     )
 
 
-def fit_table(found: Sequence[Candidate], ranks: int) -> Table:
+def fit_table(question: Question, found: Sequence[Candidate]) -> Table:
     """The fastest candidates, the best batch of each combination."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("strategy", "with", "units by"):
@@ -120,7 +121,7 @@ def fit_table(found: Sequence[Candidate], ranks: int) -> Table:
             options.strategy,
             ", ".join(_extras(options)) or "-",
             options.wrap,
-            str(options.batch // ranks),
+            str(options.batch // question.shares),
             size_text(each.memory),
             duration_text(each.seconds),
             f"{each.sequences_per_second * options.sequence:,.0f}",

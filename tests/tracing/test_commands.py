@@ -1,0 +1,89 @@
+"""Traces from the command line, of real runs on real ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PROGRAM = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+dist.init_process_group("gloo")
+model = FSDP(nn.Sequential(FSDP(nn.Linear(64, 64)), FSDP(nn.Linear(64, 64))))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(STEPS):
+    model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def fullshard_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fullshard", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=folder)
+
+
+def shown_on(page: Path) -> Any:
+    embedded = re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert embedded is not None
+    return json.loads(embedded[1])
+
+
+def test_train_leaves_a_page_beside_its_checkpoints_that_compares_with_the_plan(
+    tmp_path: Path,
+) -> None:
+    done = fullshard_command(
+        tmp_path, "train", "--device", "cpu", "--ranks", "2", "--layers", "2", "--sample", "0",
+        "--steps", "8", "--trace", "2",
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert "2 steps of " in done.stdout
+    shown = shown_on(tmp_path / "runs/run-1/trace.html")
+    assert [len(rank["steps"]) for rank in shown["ranks"]] == [2, 2]
+    foretold = {name: (plan, measured) for name, plan, measured, _ in shown["comparison"]}
+    plan, measured = foretold["peak memory"]
+    assert 0.8 * plan < measured < 1.2 * plan
+    plan, measured = foretold["parameter shards"]
+    assert abs(plan - measured) < 0.01 * plan
+    assert json.loads((tmp_path / "runs/run-1/trace.json").read_text())["traceEvents"]
+
+
+def test_a_program_of_torchs_fsdp_is_traced_unchanged(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM.replace("STEPS", "8"))
+
+    done = fullshard_command(
+        tmp_path, "run", "--ranks", "2", "--trace", "out.html", "--trace-steps", "2", "train.py"
+    )
+
+    assert done.returncode == 0, done.stderr
+    shown = shown_on(tmp_path / "out.html")
+    assert [len(rank["steps"]) for rank in shown["ranks"]] == [2, 2]
+    assert len(shown["units"]) == 3
+
+
+def test_a_program_that_ends_too_early_is_told_why_there_is_no_trace(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM.replace("STEPS", "5"))
+
+    done = fullshard_command(tmp_path, "run", "--ranks", "2", "--trace", "out.html", "train.py")
+
+    assert done.returncode == 0, done.stderr
+    assert "ended before the forward that follows 7 optimizer steps" in done.stderr
+    assert not (tmp_path / "out.html").exists()
+
+
+def test_a_trace_of_no_known_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+
+    done = fullshard_command(tmp_path, "run", "--trace", "out.txt", "train.py")
+
+    assert done.returncode == 2
+    assert ".html, .json, .png" in done.stderr
