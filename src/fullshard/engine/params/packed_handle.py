@@ -34,7 +34,11 @@ class _Packed(_Base):
         return [Assembly(packing, kept) for packing, kept in pairs]
 
     def packed(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        return self.packings[index].pack(value)
+        try:
+            return self.packings[index].pack(value)
+        except ValueError as error:
+            path = self.places[index][0].path
+            raise ValueError(f"A new value of parameter {path!r} does not fit: {error}") from None
 
     def saved(self, index: int, value: torch.Tensor) -> Any:
         return self.packings[index].saved(value)
