@@ -70,6 +70,15 @@ class PackedFlatHandle(_Packed, FlatParamHandle):
         super().__init__(params, *args, **kw)
         self._move_facts()
 
+    @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        """The packed elements' dtype, in which they stay: accelerate assigns float32."""
+        return self.dtypes.shard
+
+    @_orig_param_dtype.setter
+    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
+        self.adopt_shard(self.shard_tensor)
+
     def converted(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
         def move(shard: torch.Tensor) -> torch.Tensor:
             # To another dtype it would lose what is packed.
