@@ -60,6 +60,20 @@ def test_adapters_learn_and_cost_gradients_and_optimizer_state_of_their_own_size
     assert float(rows["parameter shards"]) < 1.1
 
 
+def test_adapters_beside_quantised_weights_learn_as_in_one_process(printed: Printed) -> None:
+    for needed in ("bitsandbytes", "peft", "transformers"):
+        pytest.importorskip(needed)
+    output = printed["qlora.py"].result()
+
+    assert output.count("as in one process") == 2
+    for kept, whole in re.findall(r"(\d+) KiB per rank, of (\d+)", output):
+        assert float(kept) <= float(whole) / 2 + 1
+    first, last, *_ = map(float, re.findall(r"\d\.\d+", output))
+    assert last < first * 0.75
+    beside, merged = map(float, re.findall(r"\d\.\d+", output.splitlines()[-1]))
+    assert merged == pytest.approx(beside, rel=0.05)
+
+
 @pytest.mark.parametrize("document", ["README.md", "docs/index.md"])
 def test_the_first_example_of_a_document_runs_as_it_says(document: str, tmp_path: Path) -> None:
     text = (EXAMPLES.parent / document).read_text(encoding="utf-8")

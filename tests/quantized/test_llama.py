@@ -15,7 +15,7 @@ from tests.quantized.models import assert_same_states, bnb, both_ways
 
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.testing import device, ranks
+from fullshard.testing import device, ranks, run_on_ranks
 from fullshard.wrap import ModuleWrapPolicy
 
 transformers = pytest.importorskip("transformers")
@@ -168,3 +168,25 @@ def test_adapters_are_merged_while_parameters_are_summoned(how: str) -> None:
                     module.merge()
     expected = copy.deepcopy(whole)(input_ids=tokens(5)).logits
     assert torch.equal(model(input_ids=tokens(5)).logits, expected)
+
+
+def save(folder: Path) -> None:
+    model = shard(with_adapters(folder / "base"), "wrapper")
+    train(model)
+    fullshard.save(folder / "checkpoints", model, step=3)
+
+
+def resume(folder: Path, how: str) -> None:
+    whole, model = with_adapters(folder / "base"), with_adapters(folder / "base")
+    train(whole)
+    model = shard(model, how)
+    assert fullshard.resume(folder / "checkpoints", model)
+    assert torch.equal(model(input_ids=tokens(7)).logits, whole(input_ids=tokens(7)).logits)
+
+
+@both_ways
+def test_training_goes_on_with_another_number_of_ranks(tmp_path: Path, how: str) -> None:
+    base(tmp_path / "base")
+    run_on_ranks(2, save, tmp_path)
+    run_on_ranks(3, resume, tmp_path, how)
+    run_on_ranks(1, resume, tmp_path, how)

@@ -132,9 +132,20 @@ def test_states_of_other_weights_are_refused() -> None:
         model.load_state_dict(swapped)
 
 
+@needs_torchao
+@ranks(2)
+def test_a_full_value_of_the_same_class_that_is_packed_otherwise_is_refused() -> None:
+    model, state = shard(build("torchao int8"), "wrapper"), build("torchao int8").state_dict()
+    names = {"0.up.base.weight": "0.down.base.weight", "0.down.base.weight": "0.up.base.weight"}
+    swapped = {name: state[names.get(name, name)] for name in state}
+    refused = r"cannot load 0\.up\.base\.weight: .* does not fit: .* shape \(64, 96\)"
+    with pytest.raises(RuntimeError, match=refused):
+        model.load_state_dict(swapped)
+
+
+@needs_torchao
 @ranks(2)
 def test_a_full_value_of_another_class_is_refused() -> None:
-    pytest.importorskip("torchao")
     model = shard(build("torchao int8"), "wrapper")
     with pytest.raises(RuntimeError, match=r"size mismatch for 0\.up\.base\.weight"):
         model.load_state_dict(build("torchao float8").state_dict())

@@ -156,11 +156,9 @@ def test_users_hold_parts_of_the_same_class_with_the_scales(kind: str) -> None:
 @ranks(2)
 def test_an_evaluation_computes_as_training_does_and_leaves_weights_as_they_are(kind: str) -> None:
     bare, model = build(kind), shard(build(kind), "wrapper")
-    expected = bare(batch(0))
     with torch.no_grad():
-        if "nf4" not in kind:
-            expected = bare.eval()(batch(0))
-        # On some processors a bare Linear4bit would put its weight in another order here.
+        # On some processors a bare Linear4bit would put its weight in another order in evaluation.
+        expected = bare.train("nf4" in kind)(batch(0))
         assert torch.equal(model.eval()(batch(0)), expected)
     bare.train()
     model.train()
@@ -336,3 +334,15 @@ def test_a_pickled_model(kind: str) -> None:
     train(bare, 1), train(model, 1)
     read = pickle.loads(pickle.dumps(model))
     assert torch.equal(read(batch(3)), bare(batch(3)))
+
+
+@kinds("nf4", "nf4 in bfloat16")
+@ranks(2)
+def test_full_precision_that_accelerate_asks_for_leaves_packed_elements(kind: str) -> None:
+    bare, model = build(kind), shard(build(kind), "wrapper")
+    for wrapper in FSDP.fsdp_modules(model):
+        for handle in wrapper._unit.handles:
+            # As accelerate does with models that were loaded in a lower precision.
+            handle.flat_param.data = handle.flat_param.data.to(torch.float32)
+            handle._orig_param_dtype = torch.float32
+    assert_trains_alike(bare, model)

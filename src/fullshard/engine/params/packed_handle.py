@@ -35,7 +35,11 @@ class _Packed(_Base):
         return [Assembly(packing, kept) for packing, kept in pairs]
 
     def packed(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        return self.packings[index].pack(value)
+        try:
+            return self.packings[index].pack(value)
+        except ValueError as error:
+            path = self.places[index][0].path
+            raise ValueError(f"A new value of parameter {path!r} does not fit: {error}") from None
 
     def saved(self, index: int, value: torch.Tensor) -> Any:
         return self.packings[index].saved(value)
@@ -66,6 +70,15 @@ class PackedFlatHandle(_Packed, FlatParamHandle):
         self.packings = [packings[parameter] for parameter in params]
         super().__init__(params, *args, **kw)
         self._move_facts()
+
+    @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        """The packed elements' dtype, in which they stay: accelerate assigns float32."""
+        return self.dtypes.shard
+
+    @_orig_param_dtype.setter
+    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
+        self.adopt_shard(self.shard_tensor)
 
     def converted(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
         def move(shard: torch.Tensor) -> torch.Tensor:

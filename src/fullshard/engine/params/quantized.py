@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -157,12 +157,18 @@ def settle_module(module: Any, name: str) -> None:
     if isinstance(parameter, _module().nn.Int8Params):
         _take_back_scales(module, parameter)
         parameter.CB = None
-        module.register_load_state_dict_pre_hook(_drop_format)
+        _hook_once(module, _drop_format)
     else:
         if hasattr(module, _REPACKS):
             # It would replace the full weight by memory of its own, in which nothing is gathered.
             setattr(module, _REPACKS, False)
-        module.register_load_state_dict_pre_hook(_load_states)
+        _hook_once(module, _load_states)
+
+
+def _hook_once(module: nn.Module, hook: Callable[..., None]) -> None:
+    known = module._load_state_dict_pre_hooks.values()
+    if not any(getattr(each, "hook", each) is hook for each in known):
+        module.register_load_state_dict_pre_hook(hook)
 
 
 def settle_bias(module: Any, path: str, param_dtype: torch.dtype | None) -> None:

@@ -44,7 +44,7 @@ class ShardLoader:
             try:
                 value = handle.packed(index, value)
             except ValueError as error:
-                self._report.errors.append(f"cannot load the parameter {key}: {error}")
+                self._report.errors.append(f"cannot load {key}: {error}")
                 return
         if not isinstance(value, torch.Tensor) and is_tensor_like(value):
             # Some libraries' state dicts have objects that read their tensor when torch uses them.
