@@ -12,11 +12,13 @@ import torch
 import typer.main
 from typer.testing import CliRunner
 
+from fullshard import Communication
 from fullshard.cli.main import app
 from fullshard.cli.model import GPT, PRESETS
 from fullshard.cli.option_files import read_values, to_toml
 from fullshard.cli.options import Options, build_options
 from fullshard.cli.problems import BadInput
+from fullshard.cli.sharding import communication
 from fullshard.cli.trainer.rates import learning_rate
 from fullshard.cli.words import rounded
 
@@ -151,3 +153,13 @@ def test_the_learning_rate_warms_up_and_ends_where_it_should(schedule: str) -> N
     assert rates[-1] == pytest.approx(1.0 if schedule == "constant" else 0.2)
     if schedule != "constant":
         assert rates[54] == pytest.approx(0.6)  # half of the way down
+
+
+def test_options_of_communication_are_those_of_the_wrapper() -> None:
+    given = Options(all_gather="int8", reduce="bfloat16", secondary_shards=True)
+
+    found = communication(given)
+
+    expected = Communication(torch.int8, torch.bfloat16, secondary_shards=True)
+    assert found == expected
+    assert communication(Options()) is None

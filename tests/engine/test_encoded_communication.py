@@ -334,6 +334,33 @@ def test_offloaded_shards_are_encoded_on_their_way() -> None:
         assert (gradient.view_as(mean) - mean).norm() < 0.03 * mean.norm(), name
 
 
+@with_both_apis
+@ranks(2)
+def test_small_parameters_vectors_and_integers_are_sent_as_they_are(api: str) -> None:
+    model: Any = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 63))
+    model[0].scale = nn.Parameter(torch.ones(2, 64, dtype=torch.long), requires_grad=False)
+    large = nn.Parameter(torch.ones(8192, dtype=torch.long).view(64, 128), requires_grad=False)
+    model[0].integers = large
+    model = model.to(device())
+    communication = Communication(torch.int8, torch.int8, min_numel=4096)
+
+    if api == "wrapper":
+        model = FullyShardedDataParallel(model, use_orig_params=True, communication=communication)
+        unit = model._unit
+    else:
+        unit = fullshard.fully_shard(model, communication=communication)._fullshard_module_unit.unit
+
+    groups = {
+        tuple(slot.name for slot in handle.layout.slots): handle.reduced_in is not None
+        for handle in unit.handles
+    }
+    assert groups == {
+        ("0.weight",): True,
+        ("0.bias", "1.weight", "1.bias", "2.weight", "2.bias"): False,
+        ("0.scale", "0.integers"): False,
+    }
+
+
 def _bytes_of_a_step(
     communication: Communication | None, precision: MixedPrecision, api: str
 ) -> int:

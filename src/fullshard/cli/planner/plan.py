@@ -14,7 +14,7 @@ from rich.table import Table
 from fullshard.wrap.description import Description, Layout
 from fullshard.wrap.render import size_text
 
-from ..checks import check_batch, check_size
+from ..checks import check_batch, check_communication, check_size
 from ..model import VOCABULARY
 from ..options import COMMAND_LINE, Options, build_options
 from ..problems import BadInput
@@ -47,6 +47,7 @@ def plan(
     options = build_options(known, COMMAND_LINE)
     ranks = options.ranks or torch.cuda.device_count() or 2
     check_batch(options, ranks)
+    check_communication(options)
     if is_own:
         _check_no_sizes(model, values, vocabulary)
         subject = own_subject(model)
