@@ -51,6 +51,15 @@ def test_a_data_folder_whose_name_cannot_be_written_down(refused) -> None:
     assert "data expects text in UTF-8, but got 'donn\\udce9e'" in refused("train", "--data", name)
 
 
+def test_sending_less_of_what_is_not_sent(refused) -> None:
+    whole = ("--strategy", "no_shard", "--all-gather", "int8")
+    kept = ("--strategy", "shard_grad_op", "--secondary-shards")
+
+    for command in ("train", "plan"):
+        assert "--strategy no_shard shards none" in refused(command, *whole)
+    assert "strategies that all-gather again for backward" in refused("train", *kept)
+
+
 def test_a_sequence_longer_than_the_data(refused, tmp_path: Path) -> None:
     (tmp_path / "few").mkdir()
     (tmp_path / "few" / "a.txt").write_text("a few words")

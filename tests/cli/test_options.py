@@ -12,12 +12,14 @@ import torch
 import typer.main
 from typer.testing import CliRunner
 
+from fullshard import Communication
 from fullshard.cli.checks import check_run
 from fullshard.cli.main import app
 from fullshard.cli.model import GPT, PRESETS
 from fullshard.cli.option_files import read_values, to_toml
 from fullshard.cli.options import Options, build_options
 from fullshard.cli.problems import BadInput
+from fullshard.cli.sharding import communication
 from fullshard.cli.trainer.rates import learning_rate
 from fullshard.cli.words import rounded
 
@@ -157,3 +159,13 @@ def test_the_learning_rate_warms_up_and_ends_where_it_should(schedule: str) -> N
 def test_steps_of_muon_are_not_captured() -> None:
     with pytest.raises(BadInput, match="steps of muon cannot be captured"):
         check_run(Options(optimizer="muon", capture=True), 2)
+
+
+def test_options_of_communication_are_those_of_the_wrapper() -> None:
+    given = Options(all_gather="int8", reduce="bfloat16", secondary_shards=True)
+
+    found = communication(given)
+
+    expected = Communication(torch.int8, torch.bfloat16, secondary_shards=True)
+    assert found == expected
+    assert communication(Options()) is None

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.engine.encoded import (
     APIS,
     INT8,
@@ -131,6 +133,34 @@ def test_gradients_are_off_by_what_each_other_rank_lost_once(api: str, dtype: to
             assert 0 < off <= sum(sorted(largest)[1:]) * part / size + rounding, name
 
 
+@settings(max_examples=15 if settings().max_examples <= 100 else 300)
+@given(
+    st.sampled_from(APIS),
+    st.sampled_from([(torch.int8, INT8_ERROR), (torch.float8_e4m3fn, 1 / 16 + 2**-20)]),
+    st.sampled_from([16, 33, 256]),
+    st.integers(0, 400),
+    st.booleans(),
+)
+@ranks(2)
+def test_gradients_are_within_the_bound_whatever_is_encoded(
+    api: str, kind: tuple[torch.dtype, float], block: int, least: int, keeps: bool
+) -> None:
+    dtype, part = kind
+    each = step_alone(build(), 2)
+    communication = Communication(reduce_dtype=dtype, block_size=block, min_numel=least)
+    strategy = ShardingStrategy.SHARD_GRAD_OP if keeps else ShardingStrategy.FULL_SHARD
+    model = shard(api, build(), communication, sharding_strategy=strategy)
+
+    loss_of(model).backward()
+
+    largest = [max(float(g.abs().max()) for g in of_rank.values()) for of_rank in each]
+    bound = max(largest) * part / 2 + 1e-6 * sum(largest)
+    for name, gradient in gradients_of(model).items():
+        assert gradient is not None
+        mean = (each[0][name] + each[1][name]) / 2
+        assert float((gradient.view_as(mean) - mean).abs().max()) <= bound, name
+
+
 @with_both_apis
 @pytest.mark.parametrize("users", [(), (0,), (1, 2)])
 @ranks(3)
@@ -177,16 +207,16 @@ def test_gradients_that_are_not_finite_stay_so_for_gradient_scalers(api: str, ba
 @ranks(2)
 def test_training_follows_full_precision(api: str, communication: Communication) -> None:
     losses: dict[Any, list[float]] = {}
-    for given in (None, communication):
-        model = shard(api, build(), given)
+    for options in (None, communication):
+        model = shard(api, build(), options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        losses[given] = []
+        losses[options] = []
         for step in range(30):
             loss = loss_of(model, step % 3)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            losses[given].append(float(loss))
+            losses[options].append(float(loss))
 
     first, last = losses[None][0], losses[None][-1]
     assert last < first / 4
@@ -199,8 +229,8 @@ def test_training_follows_full_precision(api: str, communication: Communication)
 def test_low_precision_accumulation_and_clipping_go_with_encoding(api: str) -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     norms = {}
-    for given in (None, INT8):
-        model = shard(api, build(), given, mixed_precision=precision)
+    for options in (None, INT8):
+        model = shard(api, build(), options, mixed_precision=precision)
         if api == "wrapper":
             with model.no_sync():
                 loss_of(model, 1).backward()
@@ -211,10 +241,10 @@ def test_low_precision_accumulation_and_clipping_go_with_encoding(api: str) -> N
         loss_of(model, 2).backward()
         loss_of(model, 3).backward()
         if api == "wrapper":
-            norms[given] = float(model.clip_grad_norm_(1e9))
+            norms[options] = float(model.clip_grad_norm_(1e9))
         else:
             norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-            norms[given] = float(whole_norm(norm))
+            norms[options] = float(whole_norm(norm))
 
     assert norms[INT8] == pytest.approx(norms[None], rel=2e-2)
 
@@ -275,8 +305,8 @@ def test_frozen_tied_and_checkpointed_parameters_go_with_encoding(api: str) -> N
 def test_a_run_may_change_what_it_sends_at_a_checkpoint() -> None:
     states: list[Any] = []
     expected: dict[str, torch.Tensor] = {}
-    for given in (INT8, None, Communication(torch.float8_e4m3fn, torch.bfloat16, min_numel=0)):
-        model = shard("wrapper", build(), given)
+    for options in (INT8, None, Communication(torch.float8_e4m3fn, torch.bfloat16, min_numel=0)):
+        model = shard("wrapper", build(), options)
         with FullyShardedDataParallel.state_dict_type(
             model, fullshard.StateDictType.SHARDED_STATE_DICT
         ):
@@ -332,6 +362,33 @@ def test_offloaded_shards_are_encoded_on_their_way() -> None:
         assert gradient is not None
         mean = ((each[0][name] + each[1][name]) / 2).to(gradient.device)
         assert (gradient.view_as(mean) - mean).norm() < 0.03 * mean.norm(), name
+
+
+@with_both_apis
+@ranks(2)
+def test_small_parameters_vectors_and_integers_are_sent_as_they_are(api: str) -> None:
+    model: Any = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 63))
+    model[0].scale = nn.Parameter(torch.ones(2, 64, dtype=torch.long), requires_grad=False)
+    large = nn.Parameter(torch.ones(8192, dtype=torch.long).view(64, 128), requires_grad=False)
+    model[0].integers = large
+    model = model.to(device())
+    communication = Communication(torch.int8, torch.int8, min_numel=4096)
+
+    if api == "wrapper":
+        model = FullyShardedDataParallel(model, use_orig_params=True, communication=communication)
+        unit = model._unit
+    else:
+        unit = fullshard.fully_shard(model, communication=communication)._fullshard_module_unit.unit
+
+    groups = {
+        tuple(slot.name for slot in handle.layout.slots): handle.reduced_in is not None
+        for handle in unit.handles
+    }
+    assert groups == {
+        ("0.weight",): True,
+        ("0.bias", "1.weight", "1.bias", "2.weight", "2.bias"): False,
+        ("0.scale", "0.integers"): False,
+    }
 
 
 def _bytes_of_a_step(

@@ -286,3 +286,20 @@ def test_a_unit_that_runs_twice_and_a_graph_that_is_kept(api: str) -> None:
     loss.backward()
 
     assert_close_to_mean(model, each)
+
+
+@with_both_apis
+@ranks(4)
+def test_evaluation_in_inference_mode_comes_before_and_between_steps(api: str) -> None:
+    each = step_alone(build(), 4)
+    model = shard(api, build(), ALL)
+
+    with torch.inference_mode():
+        first = loss_of(model)
+    loss = loss_of(model)
+    loss.backward()
+    with torch.inference_mode():
+        second = loss_of(model)
+
+    assert float(first) == float(second) == float(loss)
+    assert_close_to_mean(model, each)

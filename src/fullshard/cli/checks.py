@@ -13,7 +13,7 @@ from .problems import BadInput
 from .sharding import wrap_policy
 from .words import counted
 
-__all__ = ["check_batch", "check_ranks", "check_run", "check_size", "cores"]
+__all__ = ["check_batch", "check_communication", "check_ranks", "check_run", "check_size", "cores"]
 
 #: With more ranks per core than this, ranks mostly wait for each other.
 _RANKS_PER_CORE = 4
@@ -28,6 +28,7 @@ def check_run(options: Options, ranks: int) -> None:
             "steps of muon cannot be captured, because it reads its learning rate on the host; "
             "leave out --capture, or use --optimizer adamw"
         )
+    check_communication(options)
     text = read_text(options.data)
     if len(text) <= options.sequence:
         raise BadInput(
@@ -46,6 +47,21 @@ def check_size(options: Options) -> None:
     if size.width % size.heads:
         raise BadInput(
             f"width {size.width} is not divisible by {size.heads} heads; change --width or --heads"
+        )
+
+
+def check_communication(options: Options) -> None:
+    """Raise ``BadInput`` if the strategy does not send what is to be sent otherwise."""
+    encodes = options.all_gather != "full" or options.reduce != "full"
+    if options.strategy == "no_shard" and (encodes or options.secondary_shards):
+        raise BadInput(
+            "--all-gather, --reduce and --secondary-shards are for sharded parameters, and "
+            "--strategy no_shard shards none; choose another strategy"
+        )
+    if options.strategy == "shard_grad_op" and options.secondary_shards:
+        raise BadInput(
+            "--secondary-shards is for strategies that all-gather again for backward, and "
+            "--strategy shard_grad_op does not; use full_shard or hybrid_shard"
         )
 
 

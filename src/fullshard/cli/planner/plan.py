@@ -18,7 +18,7 @@ from fullshard.tracing.records import TraceData
 from fullshard.wrap.description import Description, Layout
 from fullshard.wrap.render import size_text
 
-from ..checks import check_batch, check_size
+from ..checks import check_batch, check_communication, check_size
 from ..model import VOCABULARY
 from ..options import COMMAND_LINE, Options, build_options
 from ..problems import BadInput
@@ -61,6 +61,7 @@ def plan(
     ranks = options.ranks or torch.cuda.device_count() or 2
     if timing.fit is None or "batch" in values:
         check_batch(options, ranks)
+    check_communication(options)
     if is_own:
         _check_no_sizes(model, values, vocabulary)
         make_subject = functools.partial(own_subject, model)
