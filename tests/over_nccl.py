@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("engine", "hazards", "original", "grad", "state", "fully_shard", "captured")
+FOLDERS = ("engine", "hazards", "original", "grad", "state", "fully_shard", "captured", "optim")
 #: "3 passed, 1 skipped in 2.10s" of pytest, "3 passed, 0 failed, 1 skipped in 2.10 s" of ours.
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
 _FAILED = re.compile(r"^(?:FAILED|ERROR)\s+(\S.*)$", re.MULTILINE)

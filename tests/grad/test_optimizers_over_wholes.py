@@ -72,6 +72,21 @@ def test_the_first_step_on_shards_is_warned_of_and_no_other(
     assert len(step(another, make(another.parameters(), lr=0.01, **options))) == 1
 
 
+class AdamW8bit(torch.optim.AdamW):
+    """Stands for another library's optimizer of that name."""
+
+
+@with_both_modes
+@ranks(2)
+def test_optimizers_that_go_by_blocks_are_told_what_gives_them_whole_tensors(
+    use_orig_params: bool,
+) -> None:
+    model = wrap(FULL_SHARD, use_orig_params)
+    (message,) = step(model, AdamW8bit(model.parameters(), lr=0.01))
+    assert message.startswith("AdamW8bit computes with blocks of each parameter")
+    assert "Give it whole tensors, with fullshard.optim.whole" in message
+
+
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
 @with_both_modes
 @ranks(2)

@@ -39,7 +39,7 @@ def test_any_rank_broadcasts() -> None:
     group = group_for(dist.group.WORLD, device())
     for owner in range(3):
         value = torch.full((4, 2), float(dist.get_rank()), device=device())
-        group.broadcast_from(owner, value, "test")
+        group.broadcast_by(owner, value, "test")
         assert value.eq(owner).all()
 
 

@@ -428,6 +428,17 @@ def test_matrices_are_chosen_but_not_those_of_embeddings_and_heads(units: Any) -
 
 
 @ranks(2)
+def test_blocks_that_are_sharded_without_the_model_around_them_are_chosen() -> None:
+    model = build(Language)
+    for block in model.blocks:
+        fullshard.fully_shard(block)
+    optimizer = whole(muon, model)
+    names = [each.name for one in optimizer._rounds for each in one.parameters]
+    assert sorted(names) == ["blocks.0.0.weight", "blocks.1.0.weight"]
+    assert len(optimizer.param_groups[1]["params"]) == 8
+
+
+@ranks(2)
 def test_all_parameters_can_be_chosen() -> None:
     model = wrapped()
     optimizer = whole(adamw, model, None, select=everything)

@@ -96,7 +96,7 @@ def hidden_matrices(model: nn.Module, found: list[Found]) -> set[Found]:
     Where there are nested units, what is left to the outermost one is taken for the model's first
     and last layers.
     """
-    outermost = units_in(model)[0]
+    outermost = _outermost(model)
     is_nested = any(each.unit is not outermost for each in found)
     edges = embeddings_and_heads(model)
     return {
@@ -106,6 +106,13 @@ def hidden_matrices(model: nn.Module, found: list[Found]) -> set[Found]:
         and not (is_nested and each.unit is outermost)
         and not any(place.module in edges for place in each.handle.places[each.index])
     }
+
+
+def _outermost(model: nn.Module) -> Unit | None:
+    """The unit inside which all others are, if there is one."""
+    first, *others = units_in(model)
+    inside = set(first.module.modules())
+    return first if all(unit.module in inside for unit in others) else None
 
 
 def embeddings_and_heads(model: nn.Module) -> set[nn.Module]:

@@ -202,7 +202,7 @@ def _broadcast(group: Group, owner: int, fact: Any, own: Any, device: torch.devi
             sent = next(remaining).detach().to(device).contiguous().clone()
         else:
             sent = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
-        group.broadcast_from(owner, sent, ALL_UNITS)
+        group.broadcast_by(owner, sent, ALL_UNITS)
         return sent.cpu() if leaf.on_host else sent
 
     return tree_map(receive, fact)

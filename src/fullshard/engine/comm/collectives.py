@@ -302,7 +302,7 @@ class Group:
         for tensor in map(bytes_of, tensors):
             self.wait(self.pending(self.group.broadcast([tensor], options), tensor))
 
-    def broadcast_from(self, owner: int, tensor: torch.Tensor, unit: str) -> None:
+    def broadcast_by(self, owner: int, tensor: torch.Tensor, unit: str) -> None:
         """Overwrite ``tensor``, which must be contiguous, with that of rank ``owner``."""
         if self.size == 1:
             return
