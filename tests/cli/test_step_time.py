@@ -27,6 +27,7 @@ from fullshard.cli.planner.fit import (
     rates_of,
 )
 from fullshard.cli.planner.machine import MACHINES, Machine, machine_named, rate_of
+from fullshard.cli.planner.plan import plan as show_plan
 from fullshard.cli.planner.prediction import (
     Rehearsal,
     Subject,
@@ -35,6 +36,7 @@ from fullshard.cli.planner.prediction import (
     rehearse,
 )
 from fullshard.cli.planner.step_time import simulate
+from fullshard.cli.planner.timing import Timing
 from fullshard.cli.problems import BadInput
 from fullshard.tracing.analysis import segments
 from fullshard.tracing.records import COLLECTIVES, RankTrace, What
@@ -305,19 +307,17 @@ def test_the_fastest_of_a_model_of_70_billion_is_found_in_30_seconds_of_one_core
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("timing", "device_memory", "message"),
     [
-        (["--picture", "plan.txt"], "--picture expects .html, .json or .png"),
-        (["--machine", "abacus"], "machine expects one of h200"),
-        (["--bandwidth", "fast"], "bandwidth expects a rate"),
-        (["--fit", "80GiB", "--device-memory", "80GiB"], "leave --device-memory out"),
+        (Timing(picture=Path("plan.txt")), None, "--picture expects .html, .json or .png"),
+        (Timing(machine="abacus"), None, "machine expects one of h200"),
+        (Timing(bandwidth="fast"), None, "bandwidth expects a rate"),
+        (Timing(fit="80GiB"), "80GiB", "leave --device-memory out"),
     ],
 )
-def test_bad_input_is_explained(arguments: list[str], message: str) -> None:
-    done = plan(*arguments)
-
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_bad_input_is_explained(timing: Timing, device_memory: str | None, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        show_plan({}, device_memory, timing=timing)
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.checkpoint import checkpoint
 
 import fullshard
-from fullshard import ShardingStrategy
+from fullshard import FullyShardedDataParallel, ShardingStrategy
 from fullshard.state.model.units import steps_of, units_in
 from fullshard.testing import device, ranks
 from fullshard.tracing.analysis import accounted_for, straggler
 from fullshard.tracing.records import CAUSES, COLLECTIVES, What
 from fullshard.tracing.report import peak_of
 
-from .training import APIS, in_place, stepper, wrapped
+from .training import APIS, Block, in_place, model, stepper, wrapped
 
 each_api = pytest.mark.parametrize("api", sorted(APIS))
 
@@ -323,6 +325,71 @@ def test_other_strategies_are_traced_too(strategy: str) -> None:
     count = Counter(record.what for record in trace.records)
     assert count[What.REDUCE_SCATTER] == 4
     assert count[What.ALL_GATHER] == (4 if strategy == "SHARD_GRAD_OP" else 0)
+
+
+@ranks(4)
+def test_hybrid_sharding_is_traced_on_all_ranks_with_both_of_its_collectives() -> None:
+    mesh = init_device_mesh(device().type, (2, 2))
+    sharded = FullyShardedDataParallel(
+        model(),
+        auto_wrap_policy=fullshard.wrap.ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        use_orig_params=True,
+        device_mesh=mesh,
+    )
+    step, optimizer = stepper(sharded)
+    step()
+
+    with fullshard.trace(sharded, optimizer) as trace:
+        step()
+
+    assert [summary.rank for summary in trace.data.summaries] == [0, 1, 2, 3]
+    assert [each.rank for each in trace.data.ranks] == [0, 1, 2, 3]
+    count = Counter(record.what for record in trace.records)
+    # Each unit's reduce-scatter, and the all-reduce of its shard's gradients.
+    assert count[What.REDUCE_SCATTER] == 8
+
+
+@ranks(2)
+def test_what_a_checkpoint_recomputes_is_told_from_forward_and_backward() -> None:
+    sharded = wrapped(blocks=2)
+    inner = next(m for m in sharded.modules() if isinstance(m, nn.Sequential))
+    unit = inner[0]
+    inner[0] = Checkpointed(unit)
+    step, optimizer = stepper(sharded)
+    step()
+
+    with fullshard.trace(sharded, optimizer) as trace:
+        step()
+
+    recomputed = [record.unit for record in trace.records if record.what is What.RECOMPUTE]
+    assert recomputed == ["0.unit"]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, unit: nn.Module) -> None:
+        super().__init__()
+        self.unit = unit
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.unit, x, use_reentrant=False)
+
+
+@each_api
+@ranks(2)
+def test_evaluation_between_steps_is_recorded_and_is_no_step(api: str) -> None:
+    sharded = APIS[api]()
+    step, optimizer = stepper(sharded)
+    step()
+
+    with fullshard.trace(sharded, optimizer) as trace:
+        step()
+        with torch.no_grad():
+            sharded(torch.ones(4, 16, device=device()))
+        step()
+
+    assert len(trace.data.steps_of(0)) == 2
+    assert sum(r.what is What.FORWARD and r.unit == "0" for r in trace.records) == 3
 
 
 @ranks(2)

@@ -33,5 +33,8 @@ def counter_of(device: torch.device) -> Callable[[], int] | None:
     """A function that tells how much memory of ``device`` is in use; None if nobody counts it."""
     if device.type == "cpu":
         return host_bytes_in_use if _mallinfo is not None else None
-    allocated = getattr(torch.get_device_module(device), "memory_allocated", None)
-    return None if allocated is None else lambda: int(allocated(device))
+    # Not memory_allocated, which takes many times as long: it flattens all statistics.
+    statistics = getattr(torch.get_device_module(device), "memory_stats_as_nested_dict", None)
+    if statistics is None:
+        return None
+    return lambda: int(statistics(device)["allocated_bytes"]["all"]["current"])

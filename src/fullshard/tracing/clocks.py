@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ..engine.comm.pending_work import PendingWork
+
 #: Nanoseconds on the host's clock, or an event on a stream of the device.
 Mark = Any
 
@@ -47,10 +49,7 @@ class HostClock:
 
     def mark_after(self, works: Sequence[Any], told: Callable[[Mark], object]) -> None:
         """Likewise. A collective tells by itself when it has ended, if its backend can."""
-        for work in works:
-            future = _future_of(work)
-            if future is not None:
-                future.add_done_callback(lambda _: told(time.perf_counter_ns()))
+        _tell_when_done(works, told)
 
     def settle(self) -> None:
         """A host's marks are numbers already."""
@@ -84,6 +83,10 @@ class DeviceClock:
         return event
 
     def mark_after(self, works: Sequence[Any], told: Callable[[Mark], object]) -> None:
+        if any(isinstance(work, PendingWork) for work in works):
+            # Over gloo it is the host that waits, also for tensors of a device.
+            _tell_when_done(works, told)
+            return
         with self._aside:
             for work in works:
                 work.wait()
@@ -102,6 +105,13 @@ class DeviceClock:
 def clock_for(device: torch.device) -> Clock:
     """The clock of what computes on ``device``."""
     return HostClock() if device.type in ("cpu", "meta") else DeviceClock(device)
+
+
+def _tell_when_done(works: Sequence[Any], told: Callable[[Mark], object]) -> None:
+    for work in works:
+        future = _future_of(work)
+        if future is not None:
+            future.add_done_callback(lambda _: told(time.perf_counter_ns()))
 
 
 def _future_of(work: Any) -> Any:

@@ -170,7 +170,7 @@ class Recorder:
     def begin_backward(self, unit: Unit) -> None:
         if unit not in self._backward:
             self._backward[unit] = begun = self.begin()
-            self.meter.sample(begun[1])
+            self.meter.sample_between(begun[1])
 
     def end_backward(self, unit: Unit) -> None:
         begun = self._backward.pop(unit, None)
@@ -204,7 +204,7 @@ class Recorder:
 
     def begin_pass(self) -> None:
         """A forward of a whole model begins: a step has ended if an optimizer has stepped."""
-        if self.runs_ahead and torch.cuda.is_current_stream_capturing():
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "fullshard.trace cannot record a step while it is captured in a CUDA graph, where "
                 "nothing runs: trace the same step without capture"

@@ -43,10 +43,12 @@ def trace(
     steps. With ``steps``, recording ends after as many, though the context may last longer.
     ``optimizer`` is needed only for memory that its state takes since before the context.
 
-    >>> with fullshard.trace(model, optimizer, path="trace.html") as trace:  # doctest: +SKIP
-    ...     for batch in batches[:3]:
-    ...         train(batch)
-    >>> print(trace.summary())  # doctest: +SKIP
+    >>> with fullshard.trace(model, optimizer, path="trace.html") as trace:
+    ...     for batch in batches:
+    ...         model(batch).sum().backward()
+    ...         optimizer.step()
+    >>> len(trace.data.ranks[0].steps)
+    2
     """
     paths = [path] if isinstance(path, str | Path) else list(path or ())
     for each in paths:

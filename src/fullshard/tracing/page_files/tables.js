@@ -46,13 +46,15 @@ function showText(lines, event) {
   tooltip.style.top = event.clientY + 18 + "px";
 }
 
-// A table whose columns sort it. A column is [heading, value to sort by, cell].
+// A table whose columns sort it. A column is [heading, value to sort by, cell]. Of very many rows
+// the first ones are shown.
+const MOST_ROWS = 500;
 function fillTable(table, columns, rows, sortedBy, isDescending = true) {
   const head = element("tr"), body = element("tbody");
   const fill = () => {
     const value = columns[sortedBy][1], sign = isDescending ? -1 : 1;
     const order = [...rows].sort((a, b) => sign * (value(a) > value(b) ? 1 : value(a) < value(b) ? -1 : 0));
-    body.replaceChildren(...order.map((row) => element("tr", columns.map(([, , cell]) => cell(row)))));
+    body.replaceChildren(...order.slice(0, MOST_ROWS).map((row) => element("tr", columns.map(([, , cell]) => cell(row)))));
     [...head.children].forEach((each, n) => {
       if (n === sortedBy) each.setAttribute("aria-sort", isDescending ? "descending" : "ascending");
       else each.removeAttribute("aria-sort");
@@ -78,7 +80,7 @@ function fillUnits() {
     (row) => element("td", secondsText(row[key]), isExposed && row[key] > most / 10 ? "exposed" : ""),
   ];
   const unit = (row) => {
-    const cell = element("td", row.unit);
+    const cell = element("td", element("bdi", row.unit), "name");
     cell.title = row.unit;
     cell.addEventListener("click", () => timeline.want(timeline.wanted === row.unit ? "" : row.unit));
     return cell;
