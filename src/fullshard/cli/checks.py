@@ -23,6 +23,11 @@ def check_run(options: Options, ranks: int) -> None:
     """Raise ``BadInput`` if a run with these options on ``ranks`` ranks in total cannot work."""
     check_size(options)
     check_batch(options, ranks)
+    if options.trace and options.capture:
+        raise BadInput(
+            "--trace records steps that Python runs, and with --capture none does: leave one of "
+            "them out"
+        )
     text = read_text(options.data)
     if len(text) <= options.sequence:
         raise BadInput(
