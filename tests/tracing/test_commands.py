@@ -87,3 +87,11 @@ def test_a_trace_of_no_known_format_is_refused(tmp_path: Path) -> None:
 
     assert done.returncode == 2
     assert ".html, .json, .png" in done.stderr
+
+
+def test_steps_that_are_captured_cannot_be_traced(tmp_path: Path) -> None:
+    done = fullshard_command(tmp_path, "train", "--device", "cpu", "--capture", "--trace", "2")
+
+    assert done.returncode == 2
+    assert "leave one of them out" in done.stderr
+    assert not (tmp_path / "runs").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 import types
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -404,6 +405,23 @@ def test_the_first_rank_writes_what_is_asked_for(folder: str) -> None:
 
     dist.barrier()
     assert all(path.stat().st_size > 1000 for path in paths)
+
+
+@ranks(2)
+def test_a_trace_without_a_step_writes_nothing_and_says_so(folder: str) -> None:
+    sharded = wrapped()
+    stepper(sharded)[0]()
+    path = Path(folder, "trace.html")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with fullshard.trace(sharded, path=path), torch.no_grad():
+            sharded(torch.ones(4, 16, device=device()))
+
+    said = [str(each.message) for each in caught if "recorded no step" in str(each.message)]
+    assert len(said) == (1 if dist.get_rank() == 0 else 0)
+    dist.barrier()
+    assert not path.exists()
 
 
 @pytest.fixture

@@ -29,6 +29,11 @@ def check_run(options: Options, ranks: int) -> None:
             "leave out --capture, or use --optimizer adamw"
         )
     check_communication(options)
+    if options.trace and options.capture:
+        raise BadInput(
+            "--trace records steps that Python runs, and with --capture none does: leave one of "
+            "them out"
+        )
     text = read_text(options.data)
     if len(text) <= options.sequence:
         raise BadInput(

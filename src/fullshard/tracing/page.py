@@ -68,7 +68,14 @@ def page_data(data: TraceData) -> dict[str, Any]:
         "cards": _cards(data, first),
         "ranks": [_rank(trace, numbers) for trace in data.ranks],
         "summaries": [
-            {"rank": s.rank, "host": s.host, "step": s.step, "waits": s.waits, "busy": s.busy}
+            {
+                "rank": s.rank,
+                "host": s.host,
+                "step": s.step,
+                "waits": s.waits,
+                "busy": s.busy,
+                "peak": s.peak,
+            }
             for s in data.summaries
         ],
         "straggler": None if slow is None else {"rank": slow.rank, "seconds": slow.seconds},

@@ -263,6 +263,7 @@ class Recorder:
         records += self._collective_records(seconds)
         records.sort(key=lambda record: record.issued)
         bounds = [*map(seconds, self._bounds)]
+        memory = self.meter.memory(seconds)
         steps = [
             Step(number, *bound) for number, bound in enumerate(itertools.pairwise(bounds), start=1)
         ]
@@ -272,7 +273,8 @@ class Recorder:
             _device_name(self.device),
             steps,
             records,
-            self.meter.memory(seconds),
+            memory,
+            max((moment.total for moment in memory), default=None),
         )
 
     def _collective_records(self, seconds: Callable[[Mark], float]) -> list[Record]:
@@ -280,10 +282,11 @@ class Recorder:
         found: list[Record] = []
         last: dict[What, float] = {}
         for each in self._collectives:
-            end = each.ended if each.ended is not None else each.seen
-            if end is None:
+            ends = [seconds(mark) for mark in (each.ended, each.seen) if mark is not None]
+            if not ends:
                 continue
-            started, ended = seconds(each.started), seconds(end)
+            # A backend may say so a moment after compute has gone on.
+            started, ended = seconds(each.started), min(ends)
             if self.runs_ahead:
                 started = min(max(started, last.get(each.what, started)), ended)
                 last[each.what] = ended

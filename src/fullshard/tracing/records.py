@@ -121,7 +121,7 @@ class RankTrace:
     #: In the order in which they were issued; those of compute may lie inside of others.
     records: Sequence[Record]
     memory: Sequence[Memory] = ()
-    #: The largest total of all memory, also between the moments of ``memory``; None if not known.
+    #: The largest total of all memory; None if nothing is known of it.
     peak: int | None = None
 
     def moved(self, seconds: float) -> RankTrace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -157,8 +158,16 @@ class Trace:
             comparison=report.compared(self._foretold, own),
             facts={"torch": torch.__version__, **self._facts},
         )
-        if rank == summaries[0].rank:
-            self.save(*self._paths)
+        if rank == summaries[0].rank and self._paths:
+            if own.steps:
+                self.save(*self._paths)
+            else:
+                warnings.warn(
+                    f"fullshard.trace recorded no step of {self._data.model}, so nothing was "
+                    "written: no backward of it ended in the context, or steps were replayed by "
+                    "a CUDA graph, in which no Python runs",
+                    stacklevel=3,
+                )
 
     # -- what was recorded ----------------------------------------------------------------------
 

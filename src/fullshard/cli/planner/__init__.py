@@ -1,1 +1,1 @@
-"""``fullshard plan``: predicts the memory that training takes, without allocating it."""
+"""``fullshard plan``: predicts the memory and the time of training, without allocating anything."""

@@ -122,6 +122,7 @@ function fillRanks() {
   fillTable(byId("ranks"), [
     ["rank", (row) => row.rank, (row) => element("td", `rank ${row.rank}${isSlow(row) ? " (straggler)" : ""}`, isSlow(row) ? "exposed" : "")],
     time("step", "step"), time("busy", "busy"), time("waits", "waits"),
+    ["peak memory", (row) => row.peak ?? 0, (row) => element("td", row.peak ? bytesText(row.peak) : "–")],
     ["host", (row) => row.host, (row) => element("td", row.host.split(" ")[0])],
   ], data.summaries, 2);
 }
