@@ -64,6 +64,8 @@ STAGES = {
     "encoding": Stage("benchmarks/encoding.py --device cuda --mebi 64", 120),
     "whole-tensors": Stage("benchmarks/whole_tensors.py --rounds 6 --steps 3", 400),
     "optimizer": Stage("benchmarks/optimizer_step.py --model 1.34B --rounds 10", 120),
+    "trace": Stage("benchmarks/trace.py --ranks 1", 200),
+    "nccl-tracing": Stage("tests/over_nccl.py tests/tracing", 300, False),
     "profile": Stage("benchmarks/profile_step.py --case 184M@64", 120),
 }
 
