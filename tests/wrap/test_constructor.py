@@ -28,6 +28,11 @@ def test_the_arguments_are_those_of_torch_in_the_same_order() -> None:
 
     ours = arguments(FSDP)
     expected = arguments(theirs.FullyShardedDataParallel)
+    # What torch does not have comes last, and by name only.
+    own = {name: ours.pop(name) for name in list(ours)[len(expected) :]}
+    assert own == {"communication": None}
+    parameter = inspect.signature(FSDP).parameters["communication"]
+    assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
     assert list(ours) == list(expected)
     prefetch = ours.pop("backward_prefetch"), expected.pop("backward_prefetch")
     assert [each.name for each in prefetch] == ["BACKWARD_PRE"] * 2

@@ -41,6 +41,9 @@ class Replacement(NamedTuple):
 
 _RESHARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
+#: Options that torch has in another module, or not at all.
+_ELSEWHERE = ("Communication", "OptimStateKeyType")
+
 #: Our objects, by torch's module and name.
 TABLE: dict[str, dict[str, Any]] = {
     "": {
@@ -59,7 +62,7 @@ TABLE: dict[str, dict[str, Any]] = {
             )
         },
     },
-    "api": {name: getattr(api, name) for name in api.__all__ if name != "OptimStateKeyType"},
+    "api": {name: getattr(api, name) for name in api.__all__ if name not in _ELSEWHERE},
     "fully_sharded_data_parallel": {
         "FullyShardedDataParallel": fullshard.FullyShardedDataParallel,
         "OptimStateKeyType": api.OptimStateKeyType,
