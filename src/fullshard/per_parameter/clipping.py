@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grad
 
-from ..engine.params.row_handle import is_reduced_by_us
+from ..engine.params.row_sharding import is_reduced_by_us
 
 _NORM = "_get_total_norm"
 _SCALE = "_clip_grads_with_norm_"

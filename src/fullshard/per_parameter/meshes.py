@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ..engine.comm.collectives import group_for
 from ..engine.comm.process_groups import ALONE, ProcessGroups, group_among, is_alive
-from ..engine.params.row_handle import RowSharding
+from ..engine.params.row_sharding import RowSharding
 from ..engine.params.tensor_parallel import Distribution
 from ..engine.runtime.parts import FewRanks
 

@@ -15,7 +15,7 @@ from torch import nn
 from ..api import ShardingStrategy
 from ..engine.init.validation import check_one_device, note_places
 from ..engine.params.locations import clean_tensor_name
-from ..engine.params.row_handle import copyable
+from ..engine.params.row_sharding import copyable
 from ..engine.params.tensor_parallel import is_distributed
 from ..engine.runtime.forward import Schedule
 from ..engine.runtime.parts import FewRanks

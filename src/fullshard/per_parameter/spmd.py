@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..engine.comm.process_groups import ALONE, ProcessGroups
-from ..engine.params.row_handle import RowSharding
+from ..engine.params.row_sharding import RowSharding
 from ..engine.params.tensor_parallel import Distribution
 from .meshes import DataParallelMesh, _concatenate, _strided_shard
 from .policies import DataParallelMeshDims
