@@ -48,26 +48,34 @@ def final(curve: Curve) -> float:
 
 
 def draw(curves: dict[str, list[Curve]], path: Path) -> None:
-    """One picture: for each row the mean over seeds, and how far seeds are apart."""
+    """Two pictures: each row's mean over seeds, and what encoding changes for each seed."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for row, runs in curves.items():
-        steps = [step for step, _ in runs[0]]
-        losses = [[loss for _, loss in smoothed(run)] for run in runs]
-        by_step = list(zip(*losses, strict=True))
-        (line,) = axes.plot(steps, list(map(mean, by_step)), label=row, linewidth=1)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    smooth = {row: list(map(smoothed, runs)) for row, runs in curves.items()}
+    full = smooth["full precision"]
+    steps = [step for step, _ in full[0]]
+    for row, runs in smooth.items():
+        by_step = [[loss for _, loss in each] for each in zip(*runs, strict=True)]
+        (line,) = left.plot(steps, list(map(mean, by_step)), label=row, linewidth=1)
         low, high = list(map(min, by_step)), list(map(max, by_step))
-        axes.fill_between(steps, low, high, alpha=0.15, color=line.get_color())
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (mean of ten lines, band: seeds)")
-    axes.set_yscale("log")
-    axes.legend()
+        left.fill_between(steps, low, high, alpha=0.15, color=line.get_color())
+        for one, plain in zip(runs, full, strict=True):
+            if one is not plain:
+                apart = [a - b for (_, a), (_, b) in zip(one, plain, strict=True)]
+                right.plot(steps, apart, linewidth=0.8, color=line.get_color())
+    by_step = [[loss for _, loss in each] for each in zip(*full, strict=True)]
+    apart = [(max(each) - min(each)) / 2 for each in by_step]
+    right.fill_between(steps, [-a for a in apart], apart, alpha=0.12, color="grey", label="seeds")
+    left.set(xlabel="step", ylabel="loss", title="mean and range of the seeds")
+    right.set(xlabel="step", ylabel="loss less that in full precision", title="for each seed")
+    left.legend()
+    right.legend(loc="lower left")
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=110)
 
 
 def smoothed(curve: Curve) -> Curve:
