@@ -157,6 +157,7 @@ def test_the_example_of_the_documents_runs() -> None:
     assert block is not None
     names: dict[str, Any] = {}
 
+    dist.destroy_process_group()  # the example makes its own, as on a rank that was just launched
     exec(block.group(1), names)
 
     assert names["scheduler"].last_epoch == 5
