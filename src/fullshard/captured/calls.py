@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 #: How many kinds of calls that have no graph are counted, per graph that may be kept.
 _COUNTED_PER_GRAPH = 8
-#: After so many calls in a row without a graph, somebody should know.
+#: Calls in a row without a graph after which a warning tells, if ``warmup`` is not larger.
 RESTLESS_AFTER = 20
 
 
@@ -43,6 +43,8 @@ class Calls:
         #: How many calls there were of kinds that have none, least recent first.
         self._counts: OrderedDict[Hashable, int] = OrderedDict()
         self._eager_in_a_row = 0
+        #: After so many calls in a row without a graph, somebody should know.
+        self.restless_after = max(RESTLESS_AFTER, 2 * warmup)
 
     @property
     def kept(self) -> list[Hashable]:
@@ -52,7 +54,7 @@ class Calls:
     @property
     def is_restless(self) -> bool:
         """True at the one call at which kinds have changed for too long for any to be captured."""
-        return self._eager_in_a_row == RESTLESS_AFTER
+        return self._eager_in_a_row == self.restless_after
 
     def decide(self, kind: Hashable) -> Action:
         """Decide on a call that is about to be made."""
@@ -62,7 +64,7 @@ class Calls:
             return Action.REPLAY
         count = self._counts.pop(kind, 0)
         if count >= self._warmup:
-            # Counted on, should nothing be kept of the capture.
+            # Keep the count, in case the capture yields no graph.
             self._counts[kind] = count
             self._eager_in_a_row = 0
             return Action.CAPTURE

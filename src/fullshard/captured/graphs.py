@@ -82,7 +82,10 @@ class Recorder:
         return made
 
     def _recover_random_numbers(self) -> None:
-        """Have random numbers come as before, of which a capture that broke took no leave."""
+        """Take the random number generator out of capture mode, in which a broken capture left it.
+
+        A trivial graph does it, if it is captured to its end.
+        """
         with (
             contextlib.suppress(RuntimeError),
             torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream),

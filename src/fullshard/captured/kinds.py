@@ -76,7 +76,7 @@ class Step:
         self.parameters = [*dict.fromkeys(p for group in found for p in group)]
 
     def _unmanaged(self) -> list[torch.Tensor]:
-        """Parameters of the models that are leaves of autograd, and in no unit."""
+        """Parameters of the models that are leaves of autograd, those in no unit among them."""
         own = (p for module in self._modules for p in module._parameters.values())
         return [p for p in own if p is not None and p.is_leaf]
 
@@ -109,7 +109,7 @@ class Step:
         return obstacle(self._units) or self.leftover()
 
     def leftover(self) -> str | None:
-        """Why the next call could not follow from what this one has left, if it could not."""
+        """Why a replay could not follow this call: it left unreduced gradients. None if it can."""
         for unit in self._units:
             if any(handle.keeps_local_gradients for handle in unit.handles):
                 return (
@@ -156,7 +156,7 @@ def _of_groups(optimizer: torch.optim.Optimizer) -> Hashable:
 
 
 def _of_value(value: Any) -> Hashable:
-    """A number as it is; a tensor only as one, since a graph reads what it holds by then."""
+    """A number by its value; a tensor by its address, since a graph reads its value in replays."""
     if isinstance(value, torch.Tensor):
         return "tensor", value.data_ptr()
     if isinstance(value, (list, tuple)):

@@ -23,9 +23,9 @@ __all__ = ["CapturedStep", "capture"]
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
 
-#: What ranks call the agreement, should some of them do something else.
+#: Names the exchange of reasons in the error that is raised if ranks disagree during it.
 _UNIT = "(captured step)"
-#: What an error says in which a capture breaks, and what its reader should know.
+#: Words in the message of the error that broke a capture, each with advice for the user.
 _HINTS = (
     ("capturable", "construct the optimizer with capturable=True"),
     ("seed", "pass preserve_rng_state=False to checkpoint()"),
@@ -214,9 +214,9 @@ class CapturedStep(Generic[Batch, Result]):
     def _tell_restless(self, kind: Kind, last: Kind) -> None:
         what = ", ".join(kind.differences(last)) or "nothing since the last call"
         warnings.warn(
-            "This step runs eagerly, since hardly two of its calls are of one kind. What changed "
-            f"last: {what}. Pad batches to a few shapes, and make a learning rate that changes "
-            "often a tensor on the GPU, which is filled in place",
+            f"This step runs eagerly: the last {self._calls.restless_after} calls were of kinds "
+            f"that have no graph. Changed in the last call: {what}. Pad batches to a few shapes, "
+            "and make a learning rate that changes often a tensor on the GPU, filled in place",
             stacklevel=3,
         )
 
@@ -236,7 +236,7 @@ def _in_words(error: Exception) -> str:
     chain: list[BaseException] = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
-    # What broke first: what follows is that the capture is broken.
+    # The first error is the cause; later ones only say that the capture is broken.
     first = chain[-1]
     told = (str(first).strip().splitlines() or [""])[0]
     hint = next((words for mark, words in _HINTS if mark in told.lower()), None)

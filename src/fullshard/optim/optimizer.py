@@ -110,7 +110,10 @@ class WholeOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Any, Any]:
-        """The state of all parameters: of whole tensors on their owners, {} on other ranks."""
+        """The state of all parameters: that of whole tensors is {} on ranks that do not own them.
+
+        Before the first step, whole tensors have no entry.
+        """
         found: defaultdict[Any, Any] = defaultdict(dict)
         if self._has_stepped:
             for each in self._rounds:

@@ -2,13 +2,15 @@
 
 Note: what travels
     A rank's shard stays the only lasting copy of parameters. So a round sends values along with
-    gradients, and sends new values back: three times the parameters' size, where owners that kept
-    whole parameters would need two, and a third of a sharded AdamW's memory more. What users do to
-    parameters between steps needs no attention this way, and the way there overlaps with other
-    work. Each piece is followed by one element that says whether its rank has a gradient.
+    gradients, and sends new values back: a step moves three times the parameters' size. Owners that
+    kept whole parameters would move two, and take more memory: a third of a sharded AdamW's. What
+    users do to parameters between steps needs no attention this way, and the way to the owners
+    overlaps with other work. Each piece is followed by one element that says whether its rank has a
+    gradient.
 
 On an accelerator the collectives run on the backend's stream, and waiting for one orders compute
-behind it. The host reads whether there are gradients only of parameters of which it has no piece.
+after it. The host waits for the device only to learn whether parameters of which its rank has no
+piece have gradients.
 """
 
 from __future__ import annotations

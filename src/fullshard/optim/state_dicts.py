@@ -40,7 +40,8 @@ _FEW = 64
 class _Sent:
     """In place of a tensor that its owner sends: its shape, dtype, and whether it is on a host.
 
-    A tensor of a few elements is in it, in host memory: a device has another number elsewhere.
+    A tensor of a few elements is sent inside it, in host memory, because device numbers differ
+    between ranks.
     """
 
     shape: tuple[int, ...]

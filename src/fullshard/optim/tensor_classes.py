@@ -49,7 +49,7 @@ def put_together(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _put_together(key: str, state: Mapping[str, Any]) -> Any:
     module_name, name, names, context = state[key + _CLASS]
-    # Of what the optimizer's library has imported already: a checkpoint has nothing imported.
+    # Only of modules that are imported already: loading a checkpoint must not import anything.
     kind = getattr(sys.modules.get(module_name), name, None)
     if not (isinstance(kind, type) and issubclass(kind, torch.Tensor)):
         raise RuntimeError(

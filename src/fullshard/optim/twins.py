@@ -46,7 +46,7 @@ def made(make: Make, parameters: list[nn.Parameter], what: str) -> torch.optim.O
 
 
 class Twins:
-    """The optimizers of all rounds, of one that was made with all stand-ins."""
+    """One optimizer per round: copies of the one that ``make`` made with all stand-ins."""
 
     def __init__(self, make: Make, parameters: Sequence[WholeParameter]) -> None:
         by_stand_in: dict[Any, WholeParameter] = {each.stand_in: each for each in parameters}

@@ -5,8 +5,8 @@ Note: where torch's function is met
     Every one of these operations goes through DTensor's dispatch, gradient by gradient. Programs
     import the function by name, so another one in its place would not be found by all. It calls
     two functions of its own file, though, and those are replaced: for gradients that
-    fullshard made, of one mesh, they compute with local parts and give the result that torch's
-    do. Anything else they leave to torch's.
+    fullshard made, they compute with local parts and give the result that torch's do. Anything
+    else they leave to torch's.
 """
 
 from __future__ import annotations

@@ -354,7 +354,8 @@ def _pack(
 def _shards_itself(parameter: nn.Parameter) -> bool:
     """True if a parameter's class can be cut by rows and says what is all-gathered of them.
 
-    That of torchao's NF4Tensor says so, but cannot be cut anywhere.
+    A trainable parameter's class is trusted. torchao's NF4Tensor says what is all-gathered, but
+    cannot be cut anywhere.
     """
     if not is_extended(parameter):
         return False

@@ -58,7 +58,7 @@ class DataParallelMesh:
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
     def few_ranks(self, size: int) -> FewRanks:
-        """Those of ``size`` neighbours that this rank is one of, in the dimension of shards."""
+        """The group of ``size`` neighbouring ranks, in the dimension of shards, with this rank."""
         shards = self.groups.shards
         cut = [torch.tensor(ranks).view(-1, size) for ranks in self.ranks]
         copies = [ranks for rows in cut for ranks in rows.T.tolist()]

@@ -100,9 +100,9 @@ class FSDPModule:
             of.schedule.reshard(of.unit)
 
     def reset_iter_state(self) -> None:
-        """Forget a step that raised, its gradients that were not reduced yet included.
+        """Reshard all modules after a step that raised, and drop gradients not yet reduced.
 
-        The next forward does so by itself but for those gradients.
+        The next forward does the same by itself, but keeps those gradients.
         """
         if self._fullshard_module_unit.is_root is False:
             raise RuntimeError(
@@ -152,23 +152,24 @@ class FSDPModule:
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
     ) -> None:
-        """Call ``hook`` with the module's reduced gradients, flat, after each backward of it.
+        """Call ``hook`` with the reduced gradients of each of the module's parameter groups.
 
-        On ``stream``, if there is one; not for gradients that are summed over copies of the shards.
+        Each call gets one flat tensor, when a backward has reduced it, on ``stream`` if one is
+        given. On a CPU, and with copies of the shards on several ranks, ``stream`` is ignored.
         """
         self._fullshard_module_unit.unit.reduction.set_after_reduce(hook, stream)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Have the backend make sums, which are then divided, also where it could make means."""
+        """Ask the backend for sums, which are then divided, even where it could compute means."""
         for other in _units(self, recurse=True):
             other.unit.reduction.set_sums_only(enable)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Give parameters of a module that ran gradients of zeros if no rank used them, or none.
+        """Choose the gradients of parameters that no rank used, in modules that ran.
 
-        Otherwise they have none. Ranks may use different ones in any case.
+        True: zeros. False: None. In both cases ranks may use different parameters.
         """
         for other in _units(self, recurse):
             other.unit.reduction.fill_unused(reduce_scatter_unused_params)
@@ -176,10 +177,7 @@ class FSDPModule:
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Let so many modules' gradients be on their way, each in a buffer of its own.
-
-        With more than one, a backward goes on computing while earlier ones are still reduced.
-        """
+        """Allow reduce-scatters of up to this many modules in flight, each with its own buffer."""
         if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool):
             raise TypeError(
                 f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}"
@@ -240,15 +238,15 @@ class FSDPModule:
             other.unit.stay_after_backward(not reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Let backward all-gather the module's parameters, or not.
+        """Choose whether backward all-gathers the module's parameters.
 
-        False where it computes nothing with them, as an embedding's. What does is not noticed, and
-        finds parameters without memory.
+        Pass False for a module whose backward does not read them, such as an embedding. This is
+        not checked: a backward that does read them finds tensors without memory.
         """
         self._fullshard_module_unit.unit.unshard_in_backward(unshard_in_backward)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accept the setting without effect: all-gathers never make the host wait."""
+        """Accept the setting without effect: the engine decides when the host waits."""
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """All-gather the ``modules``, in this order, when this one's forward begins."""
@@ -257,7 +255,7 @@ class FSDPModule:
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """All-gather the ``modules``, in this order, when this one's backward begins.
 
-        Without any, those that ran before it in forward.
+        Without any, the one that ran before it in forward.
         """
         of = self._fullshard_module_unit
         of.backward_prefetch = _all_units(modules)

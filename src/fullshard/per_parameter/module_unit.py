@@ -47,7 +47,7 @@ class ModuleUnit:
         self.modules = modules
         self.precision = precision
         self.is_hybrid = mesh.is_hybrid
-        #: What was asked for; None until the outermost module is known.
+        #: What was asked for; if that is None, decided when the outermost module is known.
         self._reshards_after_forward = reshard_after_forward
         self.schedule: Schedule | None = None
         self.is_root: bool | None = None

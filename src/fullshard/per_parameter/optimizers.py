@@ -103,13 +103,13 @@ class _Twin:
         self.optimizer.state = defaultdict(dict)
         self._params: list[Any] = []
         self._stand_ins: list[Any] = []
-        #: The contents of the optimizer's state as users see it, and those of the twin's, when the
-        #: one was last made from the other. While both are the same objects, nothing is to be done.
+        #: The contents of the optimizer's state and of the twin's when the two last agreed. While
+        #: both still hold the same objects, nothing has to be converted.
         self._shown: list[Any] = []
         self._stepped: list[Any] = []
 
     def prepare(self, optimizer: Any) -> None:
-        """Have the twin be as the optimizer is now."""
+        """Bring the twin up to date with the optimizer."""
         twin = self.optimizer
         mine = twin.__dict__
         for name, value in optimizer.__dict__.items():
@@ -207,8 +207,8 @@ def _stand_in_of(parameter: Any) -> Any:
 def _contents(state: Any) -> list[Any]:
     """The parameters that have state, and its values, one parameter's after the other's.
 
-    In the order in which they came: to look parameters up, which are hashed by a function in
-    Python, takes as long as the whole of the rest.
+    In insertion order: looking parameters up would take as long as all the rest, because their
+    hash is a Python function.
     """
     return [*state, *itertools.chain.from_iterable(map(dict.values, state.values()))]
 
@@ -222,7 +222,7 @@ def _local(value: Any) -> Any:
 
 
 def _shown(parameter: Any, value: Any) -> Any:
-    """A value of the state as users see it: a DTensor, if it has an element per element."""
+    """A value of the state as users see it: a DTensor if it is shaped like the local part."""
     if type(parameter) is not DTensor or not isinstance(value, torch.Tensor):
         return value
     if value.shape != parameter._local_tensor.shape:

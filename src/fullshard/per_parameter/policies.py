@@ -34,9 +34,10 @@ class OffloadPolicy:
 
 @dataclasses.dataclass
 class CPUOffloadPolicy(OffloadPolicy):
-    """Sharded parameters and gradients rest on the host, in pinned memory if ``pin_memory``.
+    """Sharded parameters and gradients stay on the host, in pinned memory where there is a device.
 
-    On a host that computes itself there is nothing to offload.
+    ``pin_memory=False`` is accepted, and pins all the same. On a host that computes itself there is
+    nothing to offload.
     """
 
     pin_memory: bool = True

@@ -1,8 +1,8 @@
 """Data-parallel dimensions of a mesh on which parameters are DTensors already (``dp_mesh_dims``).
 
 The model computes with DTensors on the whole mesh, replicated in its data-parallel dimensions. In
-those, gradients may be terms of sums that nobody has added up yet. To add them up is what sharding
-does, so they are taken as they are.
+those, a gradient may be ``Partial``: a term of a sum that is not made yet. The engine's reduce
+makes that sum, so such gradients are taken as they are.
 """
 
 from __future__ import annotations

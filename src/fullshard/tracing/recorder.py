@@ -144,12 +144,12 @@ class Recorder:
     # -- spans on what computes -----------------------------------------------------------------
 
     def begin(self) -> tuple[int, Mark]:
-        """When something is given out, and when it begins to run."""
+        """The host's time, and a mark, for a span that is issued now."""
         started = self.mark()
         return (time.perf_counter_ns(), started) if self.runs_ahead else (started, started)
 
     def add(self, what: What, unit: Unit, issued: int, started: Mark) -> Mark:
-        """Something that was given out, and began to run, then, has ended now."""
+        """Record a span that started at ``started`` and ends now; returns the mark of its end."""
         ended = self.mark()
         self._spans.append(_Span(what, unit.name, issued, started, ended))
         return ended
@@ -203,7 +203,7 @@ class Recorder:
     # -- steps ----------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """A forward of a whole model begins: a step has ended if an optimizer has stepped."""
+        """A forward of a whole model begins: close the step before it, if that one is complete."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "fullshard.trace cannot record a step while it is captured in a CUDA graph, where "
@@ -278,7 +278,7 @@ class Recorder:
         )
 
     def _collective_records(self, seconds: Callable[[Mark], float]) -> list[Record]:
-        """Collectives of one kind run one after the other on a device: see ``DeviceClock``."""
+        """The records of collectives; those of one kind run one after the other on a device."""
         found: list[Record] = []
         last: dict[What, float] = {}
         for each in self._collectives:
@@ -308,13 +308,13 @@ class Recorder:
 
 
 def _nothing() -> None:
-    """Nobody wants to know."""
+    """Do nothing at the end of a step."""
 
 
 def _as_one_of(own: type) -> Any:
     """A ``__reduce_ex__`` that copies and pickles an object as one of its own class."""
 
-    # A class that says itself how to copy and pickle its objects, or none of the engine's.
+    # The class's own ``__reduce__``; None if it defines none.
     says: Any = None if own.__reduce__ is object.__reduce__ else own.__reduce__  # type: ignore[comparison-overlap]
 
     def reduce(self: Any, protocol: Any) -> Any:
@@ -327,7 +327,7 @@ def _as_one_of(own: type) -> Any:
 
 @functools.cache
 def host_name() -> str:
-    """What tells hosts apart whose clocks differ: the name, and since when it runs."""
+    """The host's name and part of its boot id: equal on ranks that share a clock."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}"
     return f"{socket.gethostname()} {os.getpid()}"

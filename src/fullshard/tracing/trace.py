@@ -42,7 +42,8 @@ def trace(
     ``path``: an HTML page (``.html``), a trace for Perfetto (``.json``), a picture (``.png``), or
     several of them. A step ends with its optimizer's step, or with its backward if no optimizer
     steps. With ``steps``, recording ends after as many, though the context may last longer.
-    ``optimizer`` is needed only for memory that its state takes since before the context.
+    Pass ``optimizer`` if it has stepped before: its state then counts as the optimizer's memory,
+    and a first step of several forwards and backwards counts as one.
 
     >>> with fullshard.trace(model, optimizer, path="trace.html") as trace:
     ...     for batch in batches:

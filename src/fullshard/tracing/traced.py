@@ -42,7 +42,7 @@ def attachments(recorder: Recorder) -> Iterator[tuple[Any, type]]:
 
 
 class TracedUnit(Unit):
-    """Records all-gathers, waits for them, and how long resharding takes."""
+    """Records all-gathers, the waits for them, and the time of resharding."""
 
     recorder: ClassVar[Recorder]
 
@@ -155,7 +155,7 @@ class TracedSchedule(Schedule):
         if self.depth == 0 and not recomputes:
             recorder.begin_pass()
             if not isinstance(self, TracedSchedule):
-                # The last step that was to be recorded has ended, and with it this class's part.
+                # Recording ended with the last step, and this object has its own class again.
                 return self.begin_forward(unit, full_precision, inputs)
         started = recorder.mark()
         call = super().begin_forward(unit, full_precision, inputs)
@@ -211,7 +211,7 @@ class TracedBackward(Backward):
 
 
 class TracedGroup(Group):
-    """Records the collectives of traced units, and of others none."""
+    """Records the collectives of traced units; those of other units pass through."""
 
     recorder: ClassVar[Recorder]
 

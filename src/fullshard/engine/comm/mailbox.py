@@ -2,10 +2,10 @@
 
 Note: who is alive
     A process that has ended refuses connections. One that is busy, stopped or stuck does not: its
-    kernel accepts them. So a rank is known to be gone, on this host or another, without a message
-    being sent as long as nobody asks. Addresses and secrets are exchanged once, over the process
-    group itself. What is sent is one line of JSON, which starts with the receiver's secret; the
-    answer is another.
+    kernel accepts them. So a rank that asks learns whether another has ended, on this host or
+    another, and nobody has to send heartbeats. Addresses and secrets are exchanged once, over the
+    process group itself. A message is one line of JSON, which starts with the receiver's secret;
+    the answer is another.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LINE_TIME = 2.0
 
 
 class Correspondent(Protocol):
-    """Who messages of one process group are for."""
+    """Receives the messages that are for one process group."""
 
     def receive(self, message: dict[str, Any]) -> dict[str, Any]:
         """Act on a message, and answer it."""
@@ -121,7 +121,7 @@ class Mailbox:
         return Address(self._host, self._port, self._secret, self._next_number, _host_id())
 
     def close(self) -> None:
-        """Be gone, as seen by others. For children that were forked: it is not their socket."""
+        """Close the inherited socket in a forked child, so that it is not taken for its parent."""
         self._socket.close()
 
     def _serve(self) -> None:
@@ -158,7 +158,8 @@ def own_mailbox(host: str) -> Mailbox:
         mailbox.close()
         own_mailbox.cache_clear()
 
-    # A child (a loader's worker) that outlives this process would be taken for it.
+    # A child (a loader's worker) that outlives this process would keep the socket open, and this
+    # process would seem alive.
     os.register_at_fork(after_in_child=forget_in_child)
     return mailbox
 
@@ -182,7 +183,7 @@ def host_towards(store: Any) -> str:
 
 @functools.cache
 def _host_id() -> bytes:
-    """Tells hosts apart, and what looks like one but has a network of its own (containers)."""
+    """Identifies a host and its network namespace: containers may have networks of their own."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/net"))
@@ -192,7 +193,10 @@ def _host_id() -> bytes:
 def contact(
     addresses: Sequence[Address], message: dict[str, Any] | None, timeout: float
 ) -> list[Contact]:
-    """Reach all of ``addresses``; leave a message there and hear the answer, if there is one."""
+    """Connect to all ``addresses``, leave ``message`` there, and read the answers.
+
+    None only tests whether the processes are alive.
+    """
     found: list[Contact] = []
     for first in range(0, len(addresses), _AT_A_TIME):
         attempts = [_Attempt(address, message) for address in addresses[first:][:_AT_A_TIME]]

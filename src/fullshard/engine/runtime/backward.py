@@ -223,7 +223,7 @@ class Backward:
             self._close(unit)
         if unit.syncs_gradients:
             self._with_local_gradients.pop(unit, None)
-            # First, so that what is staged when staging raises is dropped.
+            # Noted before staging: if staging raises, what was staged so far is dropped.
             self._reduced[unit] = None
             unit.reduction.stage(gradients)
             self._pending = unit
@@ -297,7 +297,7 @@ class Backward:
             unit.reduction.reduce()
 
     def _take_in(self) -> None:
-        """Have the gradients of the unit that has been reducing for longest."""
+        """Complete the oldest reduce in flight."""
         unit = self._in_flight.popleft()
         if self._policy.reduces_at_once:
             unit.reduction.take_in()

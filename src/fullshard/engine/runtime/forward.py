@@ -54,7 +54,7 @@ class Schedule(UserRequests):
             self.units, self._passed, self._unsharded, self._streams, self._policy
         )
         self._joining: Joining | None = None
-        #: What the next pass all-gathers after, in place of all that was computed before it.
+        #: The event after which the next pass may all-gather; None: after all compute before it.
         self._stepped: Any = None
         #: How many forwards are running, one inside the other.
         self.depth = 0
@@ -91,7 +91,7 @@ class Schedule(UserRequests):
         self._streams.gather_after_compute()
 
     def await_clean_up(self) -> None:
-        """Return when what a backward that raised has left is cleaned up."""
+        """Wait, for half a second at most, until a backward that raised is cleaned up."""
         self._backward.await_clean_up()
 
     def wait_until_idle(self) -> bool:
@@ -108,7 +108,7 @@ class Schedule(UserRequests):
     def begin_forward(self, unit: Unit, full_precision: bool, inputs: Inputs) -> ForwardCall | None:
         """A unit's forward begins: put full parameters in place.
 
-        :meth:`end_forward` or :meth:`abandon` follows, with what is returned.
+        :meth:`end_forward` follows, with what is returned, or :meth:`abandon`.
         """
         recomputes = graph_task() != -1
         if self.depth == 0 and not recomputes:
@@ -271,14 +271,15 @@ class Schedule(UserRequests):
         if self.depth == depth:
             return
         if not in_backward():
-            # There it may be a checkpoint that has recomputed enough; a backward that raises tells.
+            # In a backward, a checkpoint raises on purpose when it has recomputed enough; if the
+            # backward itself fails, it loses the capture.
             self._streams.lose_capture()
         state = self._states[unit]
         state.inputs = None
         if state.side_outputs is not None:
             state.side_outputs.stop_watching()
         if state.active == 1 and not in_backward() and not unit.summoned:
-            # From the outermost one, nothing of this pass is left to wait for a backward.
+            # If the outermost forward raised, no backward of this pass follows.
             for other in [unit] if self.depth > 1 else [unit, *self._unsharded.all()]:
                 self._unsharded.reshard(other)
             if self.depth == 1:

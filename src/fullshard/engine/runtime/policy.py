@@ -9,10 +9,12 @@ for the memory that follows. There is one policy per kind of device:
                                                                       where forward keeps all anyway
     units ahead in forward             one                            one; all of them where
                                                                       forward keeps all anyway
-    after forward, FULL_SHARD          reshard, the outermost: hide   also hide the last two units,
-                                                                      with which backward begins
+    after forward, FULL_SHARD          reshard, the outermost: hide   with BACKWARD_PRE, also hide
+                                                                      the last two units, with
+                                                                      which backward begins
     release of a resharded unit        one unit late, unless          at once
-                                       the next one is prefetched
+                                       the next one was prefetched
+                                       before it computed
     prefetch in backward               as ``backward_prefetch``       the same, and waited for
                                        says                           before autograd can reach it
     units ahead in backward            one                            one
@@ -95,8 +97,8 @@ class UnitPlan:
     prefetches_after_backward: bool
     #: What becomes of the full parameters after forward, unless backward begins with the unit.
     normally_after_forward: AfterForward
-    #: Backward begins with the unit if its forward is one of the last. These are the numbers of
-    #: forwards left, the unit's own included, at which that is the case.
+    #: Backward begins with the unit if the number of forwards left, its own included, is one of
+    #: these.
     begins_backward_with_left: frozenset[int]
     #: Whether the memory of the resharded unit is given back one unit late: otherwise the next
     #: all-gather, issued after this unit's compute, would have to wait for that compute to write
@@ -151,8 +153,8 @@ class Policy:
         An accelerator overlaps what it is given without being told, so it prefetches in forward
         only if it is asked to. A host gathers ahead unasked where that takes no more memory than
         the step takes anyway, since backward gathers ahead, or nothing is freed before it. For the
-        same reason a host does not free the units with which backward begins. An accelerator
-        gathers those behind the loss, for which it may need the memory.
+        same reason a host does not free the units with which backward begins. An accelerator does,
+        because the loss may need the memory, and gathers them again after it.
         """
         host = not self.runs_ahead
         before = unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
@@ -216,8 +218,9 @@ class Policy:
     def waits_for_prefetch(self) -> bool:
         """True if a prefetch is waited for before autograd can reach the unit that it is for.
 
-        Autograd may reach it by tensors that the unit keeps where nobody finds them. An accelerator
-        is not made to wait: it would lose what overlaps at the beginning of a backward.
+        Autograd may reach the unit through tensors that it stored where the engine does not look
+        for outputs, so that no hook announces it. An accelerator is not made to wait: it would lose
+        what overlaps at the beginning of a backward.
         """
         return not self.runs_ahead
 

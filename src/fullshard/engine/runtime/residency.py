@@ -125,8 +125,8 @@ class Residency:
 
         What waits for a backward that never came must be all-gathered again.
 
-        ``versions`` are those of the unit's parameters now; ``any_changed`` says whether parameters
-        of any unit changed since the last backward.
+        ``versions`` returns those of the unit's parameters now; ``any_changed`` says whether
+        parameters of any unit changed since the last backward.
         """
         if self.requested_versions is not None:
             return self.requested_versions == versions()
@@ -220,13 +220,16 @@ class UnshardedUnits:
         self._with_parts.append(unit)
 
     def drop_parts(self) -> None:
-        """Have all units sharded over all of their ranks that are not unsharded."""
+        """Drop the parts that forwards left to a few ranks: all ranks share those units again."""
         units, self._with_parts = self._with_parts, []
         for unit in units:
             unit.drop_parts()
 
     def begin_pass(self, leaves_nothing: bool = False) -> None:
-        """Of what was unsharded before, leave what is still right, or nothing."""
+        """Reshard the units that earlier passes left unsharded, unless they are still valid.
+
+        ``leaves_nothing``: reshard all of them.
+        """
         self.drop_parts()
         kept, self._kept_versions = self._kept_versions, {}
         changed = bool(kept) and kept != self._versions()
@@ -248,7 +251,7 @@ class UnshardedUnits:
         self.in_backward = True
 
     def end_backward(self, pins: Callable[[Residency], bool]) -> None:
-        """Reshard all units but those whose forward runs, those that are KEPT, and ``pins``' own.
+        """Reshard all units but those whose forward runs, that are KEPT, or that ``pins`` selects.
 
         ``pins`` selects the units whose full parameters a following backward will read.
         """

@@ -15,7 +15,6 @@ import operator
 import weakref
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,9 +27,6 @@ from .autograd import Tracked, is_handed_out, track
 from .unit_base import OnGradients, State, UnitBase
 
 __all__ = ["OnGradients", "State", "Unit"]
-
-if TYPE_CHECKING:
-    pass
 
 #: How many sets of trainable parameters a unit remembers nodes for.
 _PATTERNS_KEPT = 8
@@ -94,7 +90,7 @@ class Unit(UnitBase):
         self.state = State.UNSHARDING
 
     def _fill(self, buffers: Sequence[FullBuffer]) -> None:
-        """Allocate the full buffers, and all-gather the shards into them."""
+        """Allocate the full buffers, and all-gather shards (or parts of a few ranks) into them."""
         outputs: list[torch.Tensor] = []
         inputs: list[torch.Tensor] = []
         self._copies_shards = self._copies_out = False
@@ -130,7 +126,7 @@ class Unit(UnitBase):
             self._all_gathers = self._gathers_over.gather(outputs, inputs, self.name)
 
     def fill_again(self) -> None:
-        """Let the all-gather that follows write into full buffers, which stay where they are."""
+        """Count as sharded without releasing the full buffers, which the next all-gather fills."""
         if self.state is State.UNSHARDED:
             self.state = State.SHARDED
 
@@ -142,7 +138,8 @@ class Unit(UnitBase):
             with self.streams.on_gather():
                 self._wait()
                 if self._copies_out:
-                    # Where a unit was that may have been released since the all-gather began.
+                    # The copy may write where a unit was that was released since the all-gather
+                    # began.
                     self.streams.gather_may_write()
                     self._copy_out()
             self.streams.compute_after_gather()
@@ -153,7 +150,7 @@ class Unit(UnitBase):
         self.state = State.UNSHARDED
 
     def _copy_out(self) -> None:
-        """Bring what was all-gathered from the order of ranks to that of parameters."""
+        """Copy what was all-gathered to where parameters read it, and decode what was encoded."""
         with torch.no_grad():
             held = self.parts.held if self.parts is not None else []
             for filled in held or self.full_buffers:
@@ -193,7 +190,7 @@ class Unit(UnitBase):
                 buffer.release()
 
     def reshard_to_parts(self, late: bool = False) -> None:
-        """Give the full buffers back, but for what this rank keeps for a few."""
+        """Keep this rank's part of the full parameters, which a few ranks share, and reshard."""
         if self.state is State.UNSHARDED and self.parts is not None:
             self.parts.keep(self.full_buffers)
             self.shows_full, self._shown = False, []
@@ -231,7 +228,7 @@ class Unit(UnitBase):
     # -- showing parameters ---------------------------------------------------------------------
 
     def show_full_for_forward(self) -> None:
-        """Put tracked full parameters in place, and let the forward that begins count as the last.
+        """Put tracked full parameters in place; their autograd nodes count as made now.
 
         Autograd then reaches the unit's reduce before what ran earlier: see ``autograd.py``.
         """
@@ -270,7 +267,7 @@ class Unit(UnitBase):
         self._changes = [buffer.flat._version for buffer in self.full_buffers]
 
     def keep_changes(self) -> None:
-        """Before full parameters go that no backward has used: keep what was done to them."""
+        """Write the user's changes to full parameters, which are about to go, to the shards."""
         for handle, buffer, changes in zip(
             self.handles, self.full_buffers, self._changes, strict=False
         ):

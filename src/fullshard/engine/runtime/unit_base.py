@@ -72,8 +72,8 @@ class UnitBase:
         self.syncs_gradients = True
         #: Whether full parameters stay after a backward, for the next forward.
         self.stays_after_backward = False
-        #: Whether full parameters stay after a backward at all, if no graph captures it: one that
-        #: began with the next forward would not gather what is there already.
+        #: Whether a backward leaves full parameters in place for the next forward, if no graph
+        #: captures it: a graph that began with the next forward would contain no all-gather.
         self.stays_between_passes = False
         #: Whether backward computes with the full parameters (an embedding's does not).
         self.unshards_in_backward = True
