@@ -88,6 +88,8 @@ class Instant(dist.ProcessGroup):
         super().__init__(0, size)  # type: ignore[call-arg]
         self.calls = 0
         self.fill = False
+        #: Up to how many bytes all ranks say what this one says.
+        self.facts_limit = _FACTS
         self._done = Done()
         #: Torch keeps only its own half of the store.
         self.store = PresentStore(size)
@@ -161,7 +163,7 @@ class Instant(dist.ProcessGroup):
         **__: Any,
     ) -> Work:
         for each, given in zip(outputs, inputs, strict=True):
-            if given.nbytes <= _FACTS and not given.is_floating_point():
+            if given.nbytes <= self.facts_limit and not given.is_floating_point():
                 # Pickled objects, or their sizes: all ranks say what this one says.
                 for output in each:
                     output.copy_(given)

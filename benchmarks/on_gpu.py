@@ -1,13 +1,15 @@
-"""Everything that needs a GPU, in one command: the tests over NCCL, and the benchmarks.
+"""Everything that needs a GPU: the tests over NCCL, and the benchmarks.
 
     PYTHONPATH=src python3 benchmarks/on_gpu.py --list
-    PYTHONPATH=src python3 benchmarks/on_gpu.py --only capture step --seconds 540 --folder results
+    PYTHONPATH=src python3 benchmarks/on_gpu.py --part speed --folder results
+    PYTHONPATH=src python3 benchmarks/on_gpu.py --only capture step --seconds 540
 
-Stages run one after the other, each as a process of its own with a time limit; what it prints is
-shown when it ends, and kept in the folder beside its JSON. Where time is short, ``--only`` chooses,
-in the order given, and no stage begins that would end after ``--seconds``: it gets what is left, if
-that is at least half of its limit. With ``--before``, a step of the fullshard in that folder is
-measured in turns with this one. Ends with status 1 if a stage failed, or was not run.
+A part takes nine minutes at most, so that a machine can be shared; a part's stages run one after
+the other, the most important ones first. Each is a process of its own with a time limit; what it
+prints is shown when it ends, and kept in the folder beside its JSON and pictures. No stage begins
+that would end after ``--seconds``: it gets what is left, if that is at least half of its limit.
+With ``--before``, a step of the fullshard in that folder is measured in turns with this one. Ends
+with status 1 if a stage failed, or was not run.
 """
 
 from __future__ import annotations
@@ -30,60 +32,87 @@ SHOWN = 40
 
 @dataclass(frozen=True)
 class Stage:
-    """A command, the seconds that it may take, and whether it is told where to put JSON."""
+    """A command, the seconds that it may take, and the names of the files that it is told to write.
+
+    ``{folder}`` in the command is where results are kept.
+    """
 
     command: str
     limit: float
     writes_json: bool = True
 
 
-STAGES = {
-    "nccl-engine": Stage("tests/over_nccl.py tests/engine tests/grad", 560, False),
-    "nccl-models": Stage("tests/over_nccl.py tests/hazards tests/original", 560, False),
-    "nccl-state": Stage("tests/over_nccl.py tests/state tests/fully_shard", 560, False),
-    "nccl-captured": Stage("tests/over_nccl.py tests/captured tests/optim", 560, False),
-    "faults": Stage("benchmarks/faults.py --backend nccl --ranks 2 4 8 --seconds 540", 560),
-    "step": Stage(
-        "benchmarks/step.py --rows bare FSDP2 fullshard --rounds 12 --steps 3 --warmup 2 "
-        "--cases 1.34B@8 1.34B@64 184M@64",
-        300,
-    ),
-    "fully-shard": Stage(
-        "benchmarks/step.py --rows bare FSDP2 fullshard 'fullshard fully_shard' --rounds 8 "
-        "--steps 3 --warmup 2 --cases 1.34B@8 1.34B@64 184M@64",
-        400,
-    ),
-    "capture": Stage("benchmarks/step.py --capture --rounds 8 --steps 3", 500),
-    "overlap": Stage("benchmarks/overlap.py --rounds 3 --steps 4 --warmup 2", 400),
-    "overlap-capture": Stage("benchmarks/overlap.py --capture --rounds 2 --steps 4", 500),
-    "encoded": Stage(
-        "benchmarks/overlap.py --rows fullshard 'fullshard int8' --bandwidths 800 100 50 "
-        "--rounds 2 --steps 4 --warmup 2",
-        400,
-    ),
-    "encoding": Stage("benchmarks/encoding.py --device cuda --mebi 64", 120),
-    "whole-tensors": Stage("benchmarks/whole_tensors.py --rounds 6 --steps 3", 400),
-    "optimizer": Stage("benchmarks/optimizer_step.py --model 1.34B --rounds 10", 120),
-    "trace": Stage("benchmarks/trace.py --ranks 1", 200),
-    "nccl-tracing": Stage("tests/over_nccl.py tests/tracing", 300, False),
-    "profile": Stage("benchmarks/profile_step.py --case 184M@64", 120),
+OURS = "--rows bare FSDP2 fullshard 'fullshard fully_shard'"
+SMALL = "--steps 3 --warmup 2"
+#: In each part, the stages that the others of it can do without come last.
+PARTS: dict[str, dict[str, Stage]] = {
+    "speed": {
+        "step": Stage(
+            f"benchmarks/step.py {OURS} {SMALL} --rounds 6 --cases 184M@64 1.34B@8 1.34B@64", 280
+        ),
+        "whole-tensors": Stage("benchmarks/whole_tensors.py --rounds 4 --steps 2", 180),
+        "optimizer": Stage("benchmarks/optimizer_step.py --model 1.34B --rounds 10", 60),
+        "encoding": Stage("benchmarks/encoding.py --device cuda --mebi 64", 40),
+    },
+    "graphs": {
+        "capture": Stage(f"benchmarks/step.py --capture {SMALL} --rounds 5", 340),
+        "encoded": Stage(
+            "benchmarks/overlap.py --rows fullshard 'fullshard int8' --capture "
+            f"--bandwidths 100 50 800 --rounds 2 {SMALL}",
+            220,
+        ),
+    },
+    "sights": {
+        "trace": Stage(
+            "benchmarks/trace.py --simulate 64 --bandwidth 100 --page {folder}/trace.html", 90
+        ),
+        "profile": Stage("benchmarks/profile_step.py --case 184M@64", 60),
+        "nccl-tracing": Stage("tests/over_nccl.py tests/tracing", 120, False),
+        "overlap": Stage(f"benchmarks/overlap.py --rounds 2 {SMALL}", 280),
+    },
+    "faults": {
+        "nccl-captured": Stage(
+            "tests/over_nccl.py tests/captured tests/optim --until 240", 280, False
+        ),
+        "faults": Stage("benchmarks/faults.py --backend nccl --ranks 2 4 8 --seconds 260", 280),
+    },
+    "nccl-engine": {
+        "nccl-engine": Stage("tests/over_nccl.py tests/engine tests/grad --until 520", 560, False),
+    },
+    "nccl-models": {
+        "nccl-models": Stage(
+            "tests/over_nccl.py tests/hazards tests/original --until 520", 560, False
+        ),
+    },
+    "nccl-state": {
+        "nccl-state": Stage(
+            "tests/over_nccl.py tests/fully_shard tests/state --until 520", 560, False
+        ),
+    },
 }
+STAGES = {name: stage for stages in PARTS.values() for name, stage in stages.items()}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=STAGES, default=[*STAGES], metavar="STAGE")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--part", choices=PARTS)
+    which.add_argument("--only", nargs="+", choices=STAGES, default=[*STAGES], metavar="STAGE")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for all of them")
     parser.add_argument("--folder", type=Path, default=Path("gpu-results"))
     parser.add_argument("--before", type=Path, metavar="SRC", help="another fullshard to measure")
     parser.add_argument("--list", action="store_true", help="show the stages and run none")
     given = parser.parse_args()
     if given.list:
-        for name, stage in STAGES.items():
-            print(f"{name:16} {stage.limit:4.0f} s   {stage.command}")
+        for part, stages in PARTS.items():
+            print(f"{part}: {sum(stage.limit for stage in stages.values()):.0f} s")
+            for name, stage in stages.items():
+                print(f"  {name:14} {stage.limit:4.0f} s   {stage.command}")
         return 0
+    if given.part is not None:
+        given.only = [*PARTS[given.part]]
     given.folder = given.folder.resolve()
     given.folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -103,7 +132,7 @@ def main() -> int:
 def _run(name: str, limit: float, given: argparse.Namespace) -> str:
     """Run a stage; says how it ended."""
     stage = STAGES[name]
-    command = [sys.executable, *shlex.split(stage.command)]
+    command = [sys.executable, *shlex.split(stage.command.format(folder=given.folder))]
     if stage.writes_json:
         command += ["--json", str(given.folder / f"{name}.json")]
     if name == "step" and given.before is not None:

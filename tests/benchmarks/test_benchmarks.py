@@ -24,6 +24,9 @@ PROGRAMS: dict[str, list[str]] = {
     "whole_tensors": [
         *("--cases", "toy@2", "--networks", "0", "0.01", "--rounds", "2", "--steps", "1"),
     ],
+    "trace": [
+        *("--case", "toy", "--simulate", "64", "--bandwidth", "1", "--rounds", "2", "--steps", "2"),
+    ],
     "growth": [
         *("--units", "2", "4", "--parameters", "1", "2", "--ranks", "8", "16"),
         *("--rounds", "2", "--steps", "1"),
@@ -34,7 +37,7 @@ ROWS = {
     "overlap": ["FSDP2", "fullshard"],
     "growth": ["bare", "fullshard"],
 }
-ON_CPU = {"step", "profile_step", "overlap", "growth"}
+ON_CPU = {"step", "profile_step", "overlap", "growth", "trace"}
 
 
 def start(program: str, *arguments: str) -> subprocess.Popen[str]:
@@ -202,9 +205,9 @@ def test_another_version_of_fullshard_takes_turns_in_the_step_table(tmp_path: Pa
 
 def test_programs_for_a_gpu_know_the_options_that_they_are_given() -> None:
     printed, _ = start("on_gpu", "--list").communicate(timeout=60)
-    commands = re.findall(r"\S+ +\d+ s +(\S+\.py)(.*)", printed)
+    commands = re.findall(r"^  \S+ +\d+ s +(\S+\.py)(.*)", printed, re.MULTILINE)
 
-    assert len(commands) == len(printed.strip().splitlines())
+    assert len(commands) == len(re.findall(r"^  ", printed, re.MULTILINE)) > 10
     for program, options in commands:
         source = (ROOT / program).read_text()
         for option in re.findall(r"--[a-z-]+", options):
@@ -218,6 +221,24 @@ def test_a_program_for_a_gpu_for_which_no_time_is_left_does_not_begin(tmp_path: 
     assert process.returncode == 1
     assert "profile" in printed
     assert "not run: the time was up" in printed
+
+
+def test_a_trace_of_one_of_many_ranks_says_what_it_cost_and_saw(results: Any) -> None:
+    printed, written = results["trace"]
+
+    assert "GPT in 3 units on 64 ranks" in printed
+    assert written["ranks"] == 64
+    assert written["cost"] > 0
+    assert 0.9 < written["accounted for"] <= 1
+    assert written["of the profiler's"] is None, "there are no kernels on a CPU"
+
+
+def test_parts_for_a_gpu_fit_into_their_time_and_leave_nothing_out() -> None:
+    printed, _ = start("on_gpu", "--list").communicate(timeout=60)
+    parts = re.findall(r"^(\S+): (\d+) s$", printed, re.MULTILINE)
+
+    assert len(parts) > 1
+    assert all(int(seconds) <= 560 for _, seconds in parts)
 
 
 def test_optimizers_of_whole_tensors_are_compared_over_every_network(results: Any) -> None:
