@@ -298,11 +298,17 @@ def test_the_fastest_of_a_model_of_70_billion_is_found_in_30_seconds_of_one_core
         MACHINES["h100"],
         int(0.9 * 80 * 2**30),
     )
+    # Where coverage is measured, it takes more time than what it measures.
+    tracer = sys.gettrace()
+    sys.settrace(None)
     before = time.process_time()
+    try:
+        found = best_that_fit(asked)
+    finally:
+        taken = time.process_time() - before
+        sys.settrace(tracer)
 
-    found = best_that_fit(asked)
-
-    assert time.process_time() - before < 30
+    assert taken < 30
     assert found[0].options.checkpoint_activations
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -127,13 +128,14 @@ def test_losses_are_those_of_the_bare_model_on_the_whole_batch(complete: Path) -
 
 
 def test_parameters_that_are_lost_in_a_step_are_not_saved(tmp_path: Path) -> None:
-    # A rate at which gradients, and with them parameters, are lost before the loss is.
-    with pytest.raises(
-        RanksFailed, match="the gradient norm is nan at step 2, which was not saved"
-    ):
+    # A rate at which gradients, and with them parameters, are lost before the loss is. The step in
+    # which that happens depends on how the processor rounds.
+    with pytest.raises(RanksFailed, match="the gradient norm is nan at step") as failed:
         run(tmp_path, save_every=1, learning_rate=1000.0, warmup=1, keep=1)
 
-    assert latest(tmp_path / "checkpoints").step == 1
+    lost = re.search(r"at step (\d+), which was not saved", str(failed.value))
+    assert lost is not None
+    assert latest(tmp_path / "checkpoints").step == int(lost[1]) - 1
 
 
 def test_a_checkpoint_of_another_model_is_refused(complete: Path) -> None:

@@ -91,4 +91,5 @@ def test_the_first_example_of_a_document_runs_as_it_says(document: str, tmp_path
         assert [step for step, _ in printed] == ["0", "1", "2"]
         assert float(printed[-1][1]) < float(printed[0][1])
     said = re.findall(r"^rank \d: step \d, loss [\d.]+$", text, re.MULTILINE)
-    assert sorted(said) == sorted(finished.stdout.splitlines())
+    # Ranks that print at the same time may share a line.
+    assert sorted(said) == sorted(re.findall(r"rank \d: step \d, loss [\d.]+", finished.stdout))

