@@ -18,7 +18,7 @@ from torch import nn
 
 from fullshard import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 from fullshard.engine.comm import streams
-from fullshard.engine.comm.collectives import Group
+from fullshard.engine.comm.collectives import Group, group_for
 from fullshard.engine.runtime import capturing, forward, policy, unit_base
 
 CPU = torch.device("cpu")
@@ -176,6 +176,9 @@ def test_the_groups_of_all_models_are_told_of_a_capture(
     )
     models = [chain(machine), chain(machine)]
     groups = [model._unit.shards for model in models]
+    reduces: Any = Ranks(machine)
+    groups.append(group_for(reduces, CPU))
+    models[1].module[0]._unit.reduction.set_group(groups[2])
 
     def both() -> None:
         for model in models:
@@ -188,7 +191,11 @@ def test_the_groups_of_all_models_are_told_of_a_capture(
     with machine.graph():
         step(models[1])
 
-    assert [told[group] for group in groups] == [[True, False], [True, False, True]]
+    assert [told[group] for group in groups] == [
+        [True, False],
+        [True, False, True],
+        [True, False, True],
+    ]
 
 
 @pytest.mark.parametrize("where", [0, UNITS - 1])
