@@ -72,6 +72,20 @@ def test_calls_that_are_all_different_are_told_of_once() -> None:
     assert told.count(True) == 1
 
 
+@given(st.integers(1, 4), st.integers(1, 3))
+def test_graphs_that_have_to_be_made_again_and_again_are_told_of_once(
+    limit: int, warmup: int
+) -> None:
+    told = {}
+    for kinds in (limit, limit + 1):
+        calls, told[kinds] = Calls(warmup, limit), 0
+        for call in range(20 * (limit + 1) * (warmup + 1)):
+            if calls.decide(call % kinds) is Action.CAPTURE:
+                calls.keep(call % kinds)
+                told[kinds] += calls.is_crowded
+    assert told == {limit: 0, limit + 1: 1}
+
+
 @pytest.mark.parametrize(("warmup", "limit", "name"), [(0, 1, "warmup"), (1, 0, "graphs")])
 def test_numbers_below_one_are_refused(warmup: int, limit: int, name: str) -> None:
     with pytest.raises(ValueError, match=name):

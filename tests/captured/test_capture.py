@@ -113,7 +113,7 @@ def test_calls_that_are_all_different_run_eagerly_and_are_told_what_changes() ->
         for index, batch in enumerate(batches(30)):
             optimizer.param_groups[0]["lr"] = 0.01 / (index + 1)
             captured(batch)
-    told = [str(each.message) for each in caught if "What changed last" in str(each.message)]
+    told = [str(each.message) for each in caught if "Changed in the last call" in str(each.message)]
     assert len(told) == 1
     assert "hyperparameters" in told[0]
     assert captured.captured == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from enum import Enum, auto
+from typing import Any
 
 #: How many kinds of calls that have no graph are counted, per graph that may be kept.
 _COUNTED_PER_GRAPH = 8
@@ -37,11 +38,17 @@ class Calls:
             if value < 1:
                 raise ValueError(f"{name} expects 1 or more, but got {value}")
         self._warmup = warmup
-        self._limit = limit
+        self.limit = limit
         #: Kinds that have a graph, least recently used first.
         self._kept: OrderedDict[Hashable, None] = OrderedDict()
         #: How many calls there were of kinds that have none, least recent first.
         self._counts: OrderedDict[Hashable, int] = OrderedDict()
+        #: Kinds whose graph had to go, least recent first.
+        self._gone: OrderedDict[Hashable, bool] = OrderedDict()
+        #: How many graphs were made of kinds whose graph had gone.
+        self._made_again = 0
+        #: True after the one graph with which as many were made again as are kept.
+        self.is_crowded = False
         self._eager_in_a_row = 0
         #: After so many calls in a row without a graph, somebody should know.
         self.restless_after = max(RESTLESS_AFTER, 2 * warmup)
@@ -69,20 +76,34 @@ class Calls:
             self._eager_in_a_row = 0
             return Action.CAPTURE
         self._counts[kind] = count + 1
-        if len(self._counts) > _COUNTED_PER_GRAPH * self._limit:
-            self._counts.popitem(last=False)
+        self._bound(self._counts)
         self._eager_in_a_row += 1
         return Action.EAGER
 
     def keep(self, kind: Hashable) -> Hashable | None:
         """A graph of this kind was made; returns the kind whose graph has to go, if one has."""
         self._counts.pop(kind, None)
+        is_again = self._gone.pop(kind, False)
+        self._made_again += is_again
+        self.is_crowded = is_again and self._made_again == self.limit
         self._kept[kind] = None
         self._kept.move_to_end(kind)
-        return self._kept.popitem(last=False)[0] if len(self._kept) > self._limit else None
+        if len(self._kept) <= self.limit:
+            return None
+        gone, _ = self._kept.popitem(last=False)
+        self._gone[gone] = True
+        self._bound(self._gone)
+        return gone
+
+    def _bound(self, kinds: OrderedDict[Hashable, Any]) -> None:
+        """Forget the least recent of kinds without a graph, if there are many."""
+        if len(kinds) > _COUNTED_PER_GRAPH * self.limit:
+            kinds.popitem(last=False)
 
     def forget(self) -> None:
         """All graphs are gone: count from the beginning."""
         self._kept.clear()
         self._counts.clear()
+        self._gone.clear()
+        self._made_again = 0
         self._eager_in_a_row = 0

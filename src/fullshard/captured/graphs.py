@@ -54,10 +54,10 @@ class Recorder:
         If it raises, parameters have the gradients that they had before.
         """
         static = [
-            leaf.clone(memory_format=torch.contiguous_format).requires_grad_(leaf.requires_grad)
+            leaf.detach().clone().requires_grad_(leaf.requires_grad)
             if isinstance(leaf, torch.Tensor)
             else leaf
-            for leaf in (x.detach() if isinstance(x, torch.Tensor) else x for x in leaves)
+            for leaf in leaves
         ]
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()

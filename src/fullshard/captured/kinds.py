@@ -15,8 +15,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..engine.comm.collectives import Group
 from ..engine.runtime.capturing import obstacle
 from ..engine.runtime.forward import Schedule
+from ..engine.runtime.pytrees import PLAIN_TYPES, tensors_in
 from ..engine.runtime.unit import Unit
 
 _TRAINING = operator.attrgetter("training")
@@ -98,6 +100,11 @@ class Step:
             ),
         )
 
+    @property
+    def groups(self) -> list[Group]:
+        """The groups that the models communicate over."""
+        return [*dict.fromkeys(group for unit in self._units for group in unit.groups)]
+
     # -- what cannot be captured --------------------------------------------------------------
 
     def obstacle(self) -> str | None:
@@ -137,6 +144,23 @@ def check_batch(leaves: Sequence[Any]) -> None:
                 "numbers and strings in dicts, lists and tuples (dict(batch) makes one of a "
                 "mapping)"
             ) from None
+
+
+def obstacle_in(leaves: Sequence[Any]) -> str | None:
+    """Why a batch cannot be copied to where a graph reads it; None if it can."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.layout is not torch.strided:
+                return (
+                    f"its batch holds a tensor with layout {leaf.layout}, which has not the same "
+                    "memory in every call: pass it as dense tensors"
+                )
+        elif type(leaf) not in PLAIN_TYPES and any(True for _ in tensors_in(leaf)):
+            return (
+                f"its batch holds a {type(leaf).__name__} with tensors, which cannot be replaced "
+                "in it: pass tensors in dicts, lists and tuples"
+            )
+    return None
 
 
 def _of_leaf(leaf: Any) -> Hashable:

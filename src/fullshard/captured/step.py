@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from ..engine.comm.collectives import group_for
+from ..engine.comm.collectives import Group, group_for
+from ..engine.comm.disagreement import RankLostError, RanksDisagreeError
+from ..engine.comm.streams import devices_in_use
 from ..engine.runtime.capturing import watch_passes
 from .calls import Action, Calls
 from .graphs import Recorder, StepGraph
-from .kinds import Kind, Step, check_batch, flatten
+from .kinds import Kind, Step, check_batch, flatten, obstacle_in
 
 __all__ = ["CapturedStep", "capture"]
 
@@ -25,6 +27,13 @@ Result = TypeVar("Result")
 
 #: Names the exchange of reasons in the error that is raised if ranks disagree during it.
 _UNIT = "(captured step)"
+#: Why ranks that would capture at different calls do not capture at all.
+_APART = (
+    "batches, modes or hyperparameters do not change at the same calls on all ranks, which have to "
+    "capture together: pad batches so that they do"
+)
+#: What a rank tells the others: why it cannot capture, and what it is about to do.
+_Answer = tuple[str | None, Action | None]
 #: Words in the message of the error that broke a capture, each with advice for the user.
 _HINTS = (
     ("capturable", "construct the optimizer with capturable=True"),
@@ -119,25 +128,49 @@ class CapturedStep(Generic[Batch, Result]):
 
     def __call__(self, batch: Batch) -> Result:
         if self.why_eager is not None:
-            return self._function(batch)
+            return self._run_as_it_is(batch)
         leaves, structure, spec = flatten(batch)
         check_batch(leaves)
-        # By now the first call has shown what the step uses.
-        if self._made == 1 and not self._all_can(self._obstacle()):
-            return self._function(batch)
         kind = self._step.kind_of(leaves, structure)
-        action = self._calls.decide(kind) if self._made else Action.EAGER
-        self._made += 1
-        if action is Action.REPLAY:
+        # The first call shows what the step uses.
+        is_first, self._made = self._made == 0, self._made + 1
+        action = Action.EAGER if is_first else self._calls.decide(kind)
+        asks = action is Action.CAPTURE or (action is Action.EAGER and self._settles_in)
+        if asks and not is_first and not self._all_can(self._obstacle(leaves), action):
+            return self._fall_back(batch)
+        if action is Action.CAPTURE and not self._capture(kind, leaves, spec):
+            return self._fall_back(batch)
+        if action is not Action.EAGER:
             result: Result = self._graphs[kind].replay(leaves)
-            return result
-        if action is Action.CAPTURE and self._capture(kind, leaves, spec):
-            result = self._graphs[kind].replay(leaves)
             return result
         if self._calls.is_restless and self._last is not None:
             self._tell_restless(kind, self._last)
         self._last = kind
         return self._run(leaves, spec)
+
+    @property
+    def _settles_in(self) -> bool:
+        """True among the first calls, in which ranks find out whether they would capture together.
+
+        Later an eager call would pay for it, and ranks that replay could not be asked.
+        """
+        return not self._graphs and self._made <= self._calls.restless_after
+
+    def _fall_back(self, batch: Batch) -> Result:
+        """Run this call, and all that follow, as it is; the first rank tells its user why."""
+        ranks = self._ranks
+        if ranks is None or ranks.rank == 0:
+            warnings.warn(
+                f"This step is not captured and runs eagerly: {self.why_eager}", stacklevel=3
+            )
+        return self._run_as_it_is(batch)
+
+    def _run_as_it_is(self, batch: Batch) -> Result:
+        """Run the step, on the batch where the step expects it."""
+        if self._recorder is None:
+            return self._function(batch)
+        leaves, _, spec = flatten(batch)
+        return self._call(spec, self._recorder.place(leaves))
 
     def _run(self, leaves: list[Any], spec: Any) -> Result:
         """Run the step eagerly, and see what it uses."""
@@ -158,45 +191,65 @@ class CapturedStep(Generic[Batch, Result]):
     # -- capturing ----------------------------------------------------------------------------
 
     def _capture(self, kind: Kind, leaves: list[Any], spec: Any) -> bool:
-        """Capture a call, if all ranks can; returns whether there is a graph of it now."""
-        if not self._all_can(self._obstacle()):
-            return False
+        """Capture a call; returns whether all ranks have a graph of it now."""
         recorder = self._recorder
         assert recorder is not None
         graph: StepGraph | None = None
         call, placed = functools.partial(self._call, spec), recorder.place(leaves)
+        bookmarks = [(group, group.bookmark()) for group in self._step.groups]
         try:
             graph = recorder.capture(call, placed, self._step.parameters)
             reason = self._step.leftover()
+        except (RanksDisagreeError, RankLostError):
+            raise
         except Exception as error:
             reason = _in_words(error)
-        can = self._all_can(reason)
-        if graph is None or not can:
+        if not self._all_have(reason):
+            # A capture may have broken anywhere: no rank has done what was captured of it.
+            for group, bookmark in bookmarks:
+                group.return_to(bookmark)
             if graph is not None:
                 graph.undo()
             return False
+        assert graph is not None
         graph.settle()
         self._graphs[kind] = graph
         gone = self._calls.keep(kind)
         if gone is not None:
             self._graphs.pop(gone).drop()
+        if self._calls.is_crowded:
+            self._tell_crowded()
         return True
 
-    def _obstacle(self) -> str | None:
+    def _obstacle(self, leaves: list[Any]) -> str | None:
         if self._recorder is None:
             return "it runs on the CPU, and CUDA graphs are for GPUs"
-        return self._step.obstacle()
+        return obstacle_in(leaves) or self._step.obstacle()
 
-    def _all_can(self, reason: str | None) -> bool:
-        """True if every rank can capture; otherwise all ranks run eagerly from now on."""
-        reasons, rank = [reason], 0
+    @property
+    def _ranks(self) -> Group | None:
         group = self._group
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
-        if group is not None:
-            ranks = group_for(group)
-            reasons, rank = ranks.gather_objects(reason, _UNIT), ranks.rank
+        return None if group is None else group_for(group)
+
+    def _all_can(self, reason: str | None, action: Action | None = None) -> bool:
+        """Before a call: true if every rank can capture, and is about to do the same."""
+        answer, ranks = (reason, action), self._ranks
+        return self._settle([answer] if ranks is None else ranks.gather_objects(answer, _UNIT))
+
+    def _all_have(self, reason: str | None) -> bool:
+        """After a capture: true if that of every rank is complete."""
+        answer, ranks = (reason, None), self._ranks
+        return self._settle([answer] if ranks is None else ranks.gather_objects_anywhere(answer))
+
+    def _settle(self, answers: list[_Answer]) -> bool:
+        """True if nothing is in the way of any rank; otherwise none captures from now on."""
+        reasons = [reason for reason, _ in answers]
         found = next((each for each in enumerate(reasons) if each[1] is not None), None)
+        if found is None and len({action for _, action in answers}) > 1:
+            reasons = [_APART] * len(answers)
+            found = 0, _APART
         if found is None:
             return True
         of_rank = f" (rank {found[0]})" if any(each != found[1] for each in reasons) else ""
@@ -205,10 +258,6 @@ class CapturedStep(Generic[Batch, Result]):
             graph.drop()
         self._graphs.clear()
         self._calls.forget()
-        if rank == 0:
-            warnings.warn(
-                f"This step is not captured and runs eagerly: {self.why_eager}", stacklevel=4
-            )
         return False
 
     def _tell_restless(self, kind: Kind, last: Kind) -> None:
@@ -220,13 +269,25 @@ class CapturedStep(Generic[Batch, Result]):
             stacklevel=3,
         )
 
+    def _tell_crowded(self) -> None:
+        limit = self._calls.limit
+        warnings.warn(
+            f"This step is captured again and again: its calls are of more kinds than the {limit} "
+            "graphs that are kept. Pad batches to fewer shapes, or keep more (graphs=...)",
+            stacklevel=4,
+        )
+
 
 def _device_of(leaves: list[Any]) -> torch.device | None:
-    """Where the step is captured: on the batch's GPU, or on the current one."""
+    """Where the step is captured: on the batch's GPU, or on the current one; None on a CPU."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda":
             return leaf.device
     if not torch.cuda.is_available():
+        return None
+    # On a machine with GPUs, too, a model may be trained on the CPU.
+    used = {device.type for device in devices_in_use()}
+    if used and "cuda" not in used:
         return None
     return torch.device("cuda", torch.cuda.current_device())
 

@@ -30,10 +30,8 @@ def attachments(recorder: Recorder) -> Iterator[tuple[Any, type]]:
     for unit in recorder.units:
         yield unit, TracedUnit
         yield unit.reduction, TracedReduction
-        few = None if unit.parts is None else unit.parts.group
-        for group in (unit.shards, unit.copies, unit.reduction._own_group, few):
-            if group is not None:
-                groups[id(group)] = group
+        for group in unit.groups:
+            groups[id(group)] = group
     for schedule in recorder.schedules:
         yield schedule, TracedSchedule
         yield schedule._backward, TracedBackward

@@ -131,6 +131,20 @@ class Group:
         Ranks agree on it as always, and not on replays: no Python runs then.
         """
         self._agreement.note_capturing(active)
+        # Not asked for: who has not reduced over two levels yet has none.
+        levels: TwoLevels | None = vars(self).get("_levels")
+        if levels is not None:
+            levels.inside.note_capturing(active)
+            levels.across.note_capturing(active)
+
+    def bookmark(self) -> Any:
+        """The place of this rank among the group's operations, to :meth:`return_to` it."""
+        return None if self._order is None else self._order.bookmark()
+
+    def return_to(self, bookmark: Any) -> None:
+        """Count what the ranks agreed on since as not done; all ranks do, wherever they are."""
+        if self._order is not None:
+            self._order.return_to(bookmark)
 
     def wait(self, *pending: Any) -> None:
         """Wait for what was started (on an accelerator: order the current stream)."""
@@ -351,9 +365,14 @@ class Group:
 
     def gather_objects(self, value: Any, unit: str) -> list[Any]:
         """Every rank's ``value``. For small facts: they are pickled."""
+        if self.size > 1:
+            self.agree("gather facts", unit)
+        return self.gather_objects_anywhere(value)
+
+    def gather_objects_anywhere(self, value: Any) -> list[Any]:
+        """Likewise, of ranks that may have come to different places among their operations."""
         if self.size == 1:
             return [value]
-        self.agree("gather facts", unit)
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found

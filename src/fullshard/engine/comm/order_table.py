@@ -160,6 +160,17 @@ class OrderTable:
         self.position = self.position.forgetful()
         self._size = 0
 
+    def bookmark(self) -> tuple[int, Node, list[tuple[int, Node]]]:
+        """The place where this rank stands."""
+        return self._base, self.position, [*self._finished]
+
+    def return_to(self, bookmark: tuple[int, Node, list[tuple[int, Node]]]) -> None:
+        """Stand there again, and expect nothing: ranks may have gone on from it differently."""
+        self._base, self.position, finished = bookmark
+        self._finished.clear()
+        self._finished.extend(finished)
+        self._forget()
+
     def halt(self) -> None:
         """Have the step's path ask at the next operation, whatever it is."""
         self.position = self.position.forgetful()

@@ -421,6 +421,11 @@ def _teach_allocator() -> None:
 _streams: dict[torch.device, HostStreams] = {}
 
 
+def devices_in_use() -> list[torch.device]:
+    """The devices on which units compute, or have computed."""
+    return [*_streams]
+
+
 def streams_for(device: torch.device) -> HostStreams:
     """The streams of ``device``; all units on a device share them."""
     streams = _streams.get(device)

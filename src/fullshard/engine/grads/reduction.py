@@ -49,7 +49,7 @@ class Reduction:
         #: What sums of gradients are divided by, in place of the number of ranks.
         self._divisor: float | None = None
         #: The ranks that share the shards, where their reduces have a group of their own.
-        self._own_group: Group | None = None
+        self.own_group: Group | None = None
         #: What the user brings to reduce over those ranks, and to take the memory for it from.
         self._comm: Any = None
         #: Whether parameters of a unit that were not used have gradients of zeros.
@@ -163,7 +163,7 @@ class Reduction:
         average = self._averages.get(dtype)
         if average is None:
             average = flow.Average.over(
-                self._own_group or unit.shards,
+                self.own_group or unit.shards,
                 unit.copies,
                 dtype,
                 self.sums_only,
@@ -213,7 +213,7 @@ class Reduction:
 
     def set_group(self, group: Group | None) -> None:
         """Reduce over the ranks that share the shards by ``group``, or by the one for gathers."""
-        self._own_group = group
+        self.own_group = group
         self._averages.clear()
 
     def set_comm(self, comm: Any) -> None:

@@ -45,8 +45,7 @@ def tell_watchers(schedule: Schedule) -> None:
 
 def tell_groups(units: Iterable[Unit], capturing: bool) -> None:
     """Tell the units' process groups that collectives are captured from now on, or carried out."""
-    groups = {group for unit in units for group in (unit.shards, unit.copies) if group is not None}
-    for group in groups:
+    for group in {group for unit in units for group in unit.groups}:
         group.note_capturing(capturing)
 
 
@@ -62,8 +61,7 @@ def obstacle(units: Iterable[Unit]) -> str | None:
                 f"unit {unit.name!r} keeps its parameters on the host (CPUOffload), which waits "
                 "for the device in every backward"
             )
-        groups = [group for group in (unit.shards, unit.copies) if group and group.size > 1]
-        if not all(group.runs_ahead for group in groups):
+        if not all(group.runs_ahead for group in unit.groups if group.size > 1):
             return f"unit {unit.name!r} communicates over gloo, for which the host waits; use NCCL"
         if unit.reduction.comm_hook is not None:
             return (

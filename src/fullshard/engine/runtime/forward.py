@@ -54,6 +54,9 @@ class Schedule(UserRequests):
             self.units, self._passed, self._unsharded, self._streams, self._policy
         )
         self._joining: Joining | None = None
+        #: Whether the pass that runs, or ran last, is captured. Of these units: the streams, which
+        #: know of the last pass on the device, serve those of other models as well.
+        self._is_captured = False
         #: The event after which the next pass may all-gather; None: after all compute before it.
         self._stepped: Any = None
         #: How many forwards are running, one inside the other.
@@ -327,13 +330,13 @@ class Schedule(UserRequests):
 
     def _note_capture(self) -> None:
         """A pass begins that a graph may capture, as the pass before it may have been."""
-        streams = self._streams
-        was_capturing = streams.capturing
-        streams.begin_pass()
-        if streams.capturing is not was_capturing:
-            tell_groups(self.units, streams.capturing)
-        if streams.capturing:
-            check_can_be_captured(self.units, self._residencies, is_first=not was_capturing)
+        self._streams.begin_pass()
+        was_captured, is_captured = self._is_captured, self._streams.capturing
+        if is_captured:
+            check_can_be_captured(self.units, self._residencies, is_first=not was_captured)
+        if is_captured is not was_captured:
+            self._is_captured = is_captured
+            tell_groups(self.units, is_captured)
 
     def _begin_pass(self, unit: Unit) -> None:
         if self._joining is not None:

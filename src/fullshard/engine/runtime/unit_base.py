@@ -204,6 +204,13 @@ class UnitBase:
 
     # -- facts ------------------------------------------------------------------------------------
 
+    @property
+    def groups(self) -> list[Group]:
+        """The groups that the unit communicates over."""
+        few = None if self.parts is None else self.parts.group
+        found = (self.shards, self.copies, self.reduction.own_group, few)
+        return [*dict.fromkeys(group for group in found if group is not None)]
+
     @functools.cached_property
     def world_size(self) -> int:
         """Ranks that gradients are averaged over."""

@@ -33,6 +33,7 @@ class UserRequests:
         def is_idle(self) -> bool: ...
         def await_clean_up(self) -> None: ...
         def wait_until_idle(self) -> bool: ...
+        def _note_capture(self) -> None: ...
 
     def unshard(self, unit: Unit) -> None:
         """Begin to gather a unit ahead of its use; inside a pass, as prefetching would."""
@@ -50,6 +51,8 @@ class UserRequests:
         if residency.reason is Reason.AWAITS_BACKWARD:
             # Its parameters may have changed since.
             self._unsharded.reshard(unit)
+        if self._streams.runs_ahead:
+            self._note_capture()
         unit.write_back()
         unit.shards.begin_pass("unshard", unit.name)
         self._streams.gather_after_compute()
