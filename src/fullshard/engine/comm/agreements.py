@@ -64,7 +64,7 @@ def _make(group: Any) -> Agreement | NoAgreement:
     )
     agreement.inquiry.store_ends_with_first = names[0] == 0 and not _agent_has_store()
     if not is_gloo(group):
-        agreement.inquiry.host_runs_ahead = True
+        agreement.inquiry.waits = "at or before"
         watch(agreement, group, order_check.PATIENCE)
     return agreement
 

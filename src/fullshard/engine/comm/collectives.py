@@ -6,19 +6,22 @@ here fits every backend; ``gloo.py`` has the ways that are faster over gloo.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ..encoding.encodings import Encoding
+from . import failures
 from .agreements import NoAgreement, agreement_for
 from .backends import backend_of, is_gloo
 from .disagreement import RankLostError, RanksDisagreeError
 from .encoded_exchange import EncodedParts
+from .order_check import Agreement
 from .watcher import abort
 
 if TYPE_CHECKING:
@@ -355,7 +358,8 @@ class Group:
             return [value]
         self.agree("gather facts", unit)
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
+        with explaining_failures([self]):
+            dist.all_gather_object(found, value, group=self.group)
         return found
 
     def broadcast_object(self, value: Any, unit: str) -> Any:
@@ -364,8 +368,22 @@ class Group:
             return value
         self.agree("broadcast facts", unit)
         held = [value]
-        dist.broadcast_object_list(held, dist.get_global_rank(self.group, 0), group=self.group)
+        with explaining_failures([self]):
+            dist.broadcast_object_list(held, dist.get_global_rank(self.group, 0), group=self.group)
         return held[0]
+
+
+@contextlib.contextmanager
+def explaining_failures(groups: Sequence[Group]) -> Iterator[None]:
+    """Raise which rank is gone when a backend fails in between, on any process group."""
+    try:
+        yield
+    except RuntimeError as error:
+        agreements = [a for a in (g._agreement for g in groups) if isinstance(a, Agreement)]
+        found = failures.explanation(agreements, error) if failures.is_of_backend(error) else None
+        if found is None:
+            raise
+        raise found from None
 
 
 def broadcast_from(rank: int) -> Any:

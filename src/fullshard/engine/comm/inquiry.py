@@ -47,7 +47,7 @@ _DESCRIBED = 4
 #: How many ranks a rank tells that ends with an error; they tell the others, if they miss it.
 _TOLD = 4
 #: Seconds for which a rank stays whose verdict did not reach all mailboxes.
-_STAYS = 4.0
+_STAYS = 5.0
 _HAS_VERDICT = 1 << 40
 _PREFIX = "fullshard/inquiry"
 
@@ -64,8 +64,9 @@ class Inquiry:
         self.mailboxes: Sequence[Address] = ()
         #: Whether the first rank's process provides the store.
         self.store_ends_with_first = False
-        #: Whether the operation that this rank gave out last need not be the one it waits for.
-        self.host_runs_ahead = False
+        #: Where this rank waits, seen from the operation that it gave out last: "at" it, "at or
+        #: before" it where the host runs ahead of the device, or "after" it.
+        self.waits = "at"
         self.verdict: Verdict | None = None
         #: Ranks that said that they end, by their number in the group, and with which error.
         self.departed: dict[int, str] = {}
@@ -224,13 +225,9 @@ class Inquiry:
         return describe_loss(
             [self._names[rank] for rank in sorted(lost)],
             {self._names[rank]: reason for rank, reason in reasons.items()},
-            f"{name_ranks([self._names[self._rank]])} waits at {self._or_before}the",
+            f"{name_ranks([self._names[self._rank]])} waits {self.waits} the",
             *place,
         )
-
-    @property
-    def _or_before(self) -> str:
-        return "or before " if self.host_runs_ahead else ""
 
     @property
     def own_name(self) -> int:
@@ -274,8 +271,9 @@ class Inquiry:
             return
         if self.store_ends_with_first and self.reach([0], None)[0].state is State.ENDED:
             return
-        number = self.add("departures", 1)
-        self.set(f"departure/{number}", json.dumps(note["departed"]).encode())
+        if self.store_answers():
+            number = self.add("departures", 1)
+            self.set(f"departure/{number}", json.dumps(note["departed"]).encode())
         size = len(self._names)
         following = [(self._rank + distance) % size for distance in range(1, 1 + _TOLD)]
         self.reach([rank for rank in dict.fromkeys(following) if rank != self._rank], note)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ...engine.comm.disagreement import RankLostError, RanksDisagreeError
 from ...engine.comm.process_groups import is_alive
 from .errors import CheckpointError
 
@@ -73,6 +74,9 @@ class CheckpointGroup:
 def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return function(), None
+    except (RanksDisagreeError, RankLostError):
+        # All ranks raise it, and the one that is gone would be waited for.
+        raise
     except (CheckpointError, FileNotFoundError, TypeError, ValueError) as error:
         return None, error
     except Exception as error:

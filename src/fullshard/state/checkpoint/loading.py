@@ -14,12 +14,14 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ...engine.comm.disagreement import RankLostError, RanksDisagreeError
 from . import folder as folders
 from .content import (
     Targets,
     agree_to,
     check_optimizers,
     check_same_model,
+    explaining_failures,
     optimizers_in,
     put_back,
     sharded_state,
@@ -152,6 +154,10 @@ class _Loading:
         self._optimizers = optimizers_in(optimizer)
 
     def load(self, checkpoint: Path) -> Checkpoint:
+        with explaining_failures(self._model):
+            return self._load(checkpoint)
+
+    def _load(self, checkpoint: Path) -> Checkpoint:
         ranks, model, optimizers = self.ranks, self._model, self._optimizers
         # In a step of its own: if one rank cannot read the manifest, the others must not enter the
         # model's collectives.
@@ -182,6 +188,8 @@ def _attempt(checkpoint: Path, function: Callable[..., None], *arguments: Any) -
     """Call ``function``; raise its error as a CheckpointError that names the checkpoint."""
     try:
         function(*arguments)
+    except (RanksDisagreeError, RankLostError):
+        raise
     except Exception as error:
         # The model's and the optimizers' own methods may raise anything.
         raise CheckpointError(

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ...engine.params.tensor_parallel import is_distributed, local_part
 from ..model.sharded_tensors import is_sharded
 from . import folder as folders
-from .content import agree_to, optimizers_in, state_of
+from .content import agree_to, explaining_failures, optimizers_in, state_of
 from .errors import CheckpointError
 from .group import CheckpointGroup, explain
 from .manifest import Manifest, Table, write_manifest
@@ -133,7 +133,8 @@ def save(
             "extra": encode(given, "/extra", tensors, may_be_sharded=False),
         }
 
-    content = ranks.on_all_ranks(collect)
+    with explaining_failures(model):
+        content = ranks.on_all_ranks(collect)
     if ranks.rank != 0:
         # Unsharded values, such as running statistics, may differ between ranks: save the first's.
         tensors = {name: value for name, value in tensors.items() if is_sharded(value)}
@@ -144,9 +145,13 @@ def save(
     folder = Path(path).absolute()
 
     def write() -> Path:
-        partial = ranks.on_first_rank(lambda: folders.begin(folder, step))
-        return _write(partial, ranks, Manifest(step, ranks.size, content, {}), tensors, keep_last)
+        manifest = Manifest(step, ranks.size, content, {})
+        with explanation:
+            partial = ranks.on_first_rank(lambda: folders.begin(folder, step))
+            return _write(partial, ranks, manifest, tensors, keep_last)
 
+    # Made now: the thread that writes does not hold the model.
+    explanation = explaining_failures(model)
     handle = SaveHandle(write, asynchronous)
     if asynchronous:
         _running = handle
