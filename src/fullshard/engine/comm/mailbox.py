@@ -10,6 +10,7 @@ Note: who is alive
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import enum
 import errno
@@ -121,6 +122,7 @@ class Mailbox:
         self._secret = secrets.token_bytes(8)
         self._correspondents: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._next_number = 0
+        self._is_open = True
         threading.Thread(target=self._serve, name="fullshard mailbox", daemon=True).start()
 
     def open_for(self, correspondent: Correspondent) -> Address:
@@ -129,16 +131,25 @@ class Mailbox:
         self._correspondents[self._next_number] = correspondent
         return Address(self._host, self._port, self._secret, self._next_number, _host_id())
 
-    def close(self) -> None:
+    def forget(self) -> None:
         """Close the inherited socket in a forked child, so that it is not taken for its parent."""
         self._socket.close()
 
+    def close(self) -> None:
+        """Refuse connections from now on: this process takes part in nothing any more."""
+        self._is_open = False
+        with contextlib.suppress(OSError):
+            # To close it would not be enough while a thread waits for the next connection.
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
     def _serve(self) -> None:
-        while True:
+        while self._is_open:
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                time.sleep(_ACCEPTS_AGAIN_AFTER)
+                if self._is_open:
+                    time.sleep(_ACCEPTS_AGAIN_AFTER)
                 continue
             # Whatever a stranger sends: those that come after are listened to.
             with connection, contextlib.suppress(Exception):
@@ -157,17 +168,30 @@ class Mailbox:
         if not secrets.compare_digest(bytes.fromhex(secret), self._secret):
             return
         correspondent = self._correspondents.get(number)
-        answer = {} if correspondent is None else correspondent.receive(message)
+        answer = {"left": True} if correspondent is None else correspondent.receive(message)
         connection.sendall(json.dumps(answer).encode() + b"\n")
+
+
+_own: list[Mailbox] = []
+
+
+# At the import, so that it comes after what the program does at its exit. The process may take
+# seconds from there to its end.
+@atexit.register
+def _close_at_exit() -> None:
+    for mailbox in _own:
+        mailbox.close()
 
 
 @functools.cache
 def own_mailbox(host: str) -> Mailbox:
     """The mailbox of this process at an address of this host."""
     mailbox = Mailbox(host)
+    _own.append(mailbox)
 
     def forget_in_child() -> None:
-        mailbox.close()
+        mailbox.forget()
+        _own.clear()
         own_mailbox.cache_clear()
 
     # A child (a loader's worker) that outlives this process would keep the socket open, and this

@@ -91,6 +91,8 @@ class Agreement:
         self.is_capturing = False
         #: The operation that this rank waits to begin, and its place: not a past one yet.
         self._waiting: Place | None = None
+        #: Whether this rank has destroyed the process group.
+        self.has_left: Callable[[], bool] = lambda: False
         #: Called when others have been waited for for long; raises if that is in vain (``Join``).
         self.also_look: Callable[[], None] | None = None
         #: The place of the last operation for which it was told that others are waited for.
@@ -220,7 +222,7 @@ class Agreement:
         try:
             verdict = self.inquiry.look(history, failed=True)
         except RuntimeError:
-            verdict = self.inquiry.look_without_store(history)
+            verdict = self.inquiry.look_without_store(history, failed=True)
         return None if verdict is None else self._verdict_error()
 
     # -- an operation that is not expected ----------------------------------------------------
@@ -328,9 +330,8 @@ class Agreement:
             if verdict is None and tells:
                 self._tell(waited, *history[-1])
         except RuntimeError:
+            # The store may have ended with the rank that provided it. What is waited for may come.
             verdict = self.inquiry.look_without_store(history)
-            if verdict is None:
-                raise
         return verdict is not None
 
     @property
@@ -363,7 +364,11 @@ class Agreement:
         """Act on what another rank left in this process's mailbox."""
         if message.get("asked") == "where":
             history = self.order.history()
-            return {"place": history[-1][0] if history else -1, "where": departure.whereabouts()}
+            return {
+                "place": history[-1][0] if history else -1,
+                "where": departure.whereabouts(),
+                "left": self.has_left(),
+            }
         self.inquiry.receive(message)
         if self.inquiry.verdict is not None:
             self.order.halt()
