@@ -38,6 +38,9 @@ class NoAgreement:
     def wait(self, work: Any) -> None:
         work.wait()
 
+    def instead(self, verb: str, unit: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def explain(self, error: RuntimeError) -> NoReturn:
         raise error
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..encoding.encodings import Encoding
 from . import failures
 from .agreements import NoAgreement, agreement_for
+from .announcement import Announcements, announcements_of
 from .backends import backend_of, is_gloo
 from .disagreement import RankLostError, RanksDisagreeError
 from .encoded_exchange import EncodedParts
@@ -357,9 +358,10 @@ class Group:
         if self.size == 1:
             return [value]
         self.agree("gather facts", unit)
+        if self._announcements is not None:
+            return self._announcements.objects_of_all(value, self._agreement.wait)
         found: list[Any] = [None] * self.size
-        with explaining_failures([self]):
-            dist.all_gather_object(found, value, group=self.group)
+        dist.all_gather_object(found, value, group=self.group)
         return found
 
     def broadcast_object(self, value: Any, unit: str) -> Any:
@@ -367,10 +369,24 @@ class Group:
         if self.size == 1:
             return value
         self.agree("broadcast facts", unit)
+        if self._announcements is not None:
+            return self._announcements.object_of_first(value, self._agreement.wait)
         held = [value]
-        with explaining_failures([self]):
-            dist.broadcast_object_list(held, dist.get_global_rank(self.group, 0), group=self.group)
+        dist.broadcast_object_list(held, dist.get_global_rank(self.group, 0), group=self.group)
         return held[0]
+
+    @functools.cached_property
+    def _announcements(self) -> Announcements | None:
+        """Small messages over the group, in which ranks that are gone are noticed."""
+        return announcements_of(self.group)
+
+    def wait_for_other(self, work: Any) -> None:
+        """Wait for a collective of the same ranks on another process group."""
+        self._agreement.wait(work)
+
+    def instead(self, verb: str, unit: str) -> contextlib.AbstractContextManager[None]:
+        """A context in which other ranks learn that this one does not do what they may be doing."""
+        return self._agreement.instead(verb, unit)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ import contextlib
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -178,6 +178,15 @@ class Agreement:
         """The last operations and their places, with the one that this rank waits to begin."""
         waiting = self._waiting
         return [*self.order.history(), *([waiting] if waiting else [])]
+
+    @contextlib.contextmanager
+    def instead(self, verb: str, unit: str) -> Iterator[None]:
+        """Let others know that this rank does this, and not what they may be about to do next."""
+        self._waiting = self.order.count, Operation(verb, unit)
+        try:
+            yield
+        finally:
+            self._waiting = None
 
     # -- a collective -------------------------------------------------------------------------
 

@@ -149,7 +149,7 @@ class _Loading:
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         wait_for_running_save()
         agree_to("load a checkpoint", model)
-        self.ranks = CheckpointGroup()
+        self.ranks = CheckpointGroup("load a checkpoint", model)
         self._model = model
         self._optimizers = optimizers_in(optimizer)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import threading
@@ -122,7 +123,7 @@ def save(
     if previous is not None:
         previous.wait()
     agree_to("save a checkpoint", model)
-    ranks = CheckpointGroup()
+    ranks = CheckpointGroup("save a checkpoint", model)
     tensors: Tensors = {}
 
     def collect() -> Any:
@@ -151,7 +152,8 @@ def save(
             return _write(partial, ranks, manifest, tensors, keep_last)
 
     # Made now: the thread that writes does not hold the model.
-    explanation = explaining_failures(model)
+    explanation = contextlib.nullcontext() if asynchronous else explaining_failures(model)
+    ranks.in_background = asynchronous
     handle = SaveHandle(write, asynchronous)
     if asynchronous:
         _running = handle
