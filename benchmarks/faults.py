@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,25 @@ FAULTS = {
     "hang": "hangs in user code",
     "stop": "is stopped, and continued",
     "leave": "leaves the training loop",
+    "exit": "calls sys.exit(0)",
+    "quit": "calls os._exit(1)",
+}
+#: Where in a step it does.
+PLACES = {
+    "loop": "",
+    "forward": ", in forward",
+    "backward": ", in backward",
+    "optimizer": ", in the optimizer",
+    "evaluation": ", in evaluation",
+    "save": ", as a checkpoint is begun",
+    "write": ", as a checkpoint is written",
+}
+MODELS = ("wrapper", "fully_shard", "hybrid")
+#: Who starts the ranks, and with which command.
+LAUNCHERS = {
+    "none": (),
+    "fullshard": ("-m", "fullshard", "run", "--ranks"),
+    "torchrun": ("-m", "torch.distributed.run", "--nproc-per-node"),
 }
 #: Lines of standard error that name an error: of Python's, of c10d's log, or of the C++ runtime's.
 _ERROR = re.compile(
@@ -66,9 +85,15 @@ class Case:
     fault: str
     backend: str
     ranks: int
-    launcher: bool
+    launcher: str
     rank_at_fault: int
     leave_at_once: bool = False
+    where: str = "loop"
+    #: The step in which it happens: 0 is the first one.
+    step: int = 3
+    model: str = "wrapper"
+    sums_losses: bool = False
+    destroys_group: bool = False
     seconds: float = 20.0
     #: Seconds after which ranks are killed that have not ended.
     limit: float = 60.0
@@ -78,7 +103,7 @@ def run(case: Case, keep_logs: Path | None = None) -> list[Outcome]:
     """Train with a fault; what became of each rank."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if case.launcher:
+        if case.launcher != "none":
             logs = [folder / "launcher.log"] * case.ranks
             ends = [_run_with_launcher(case, folder)] * case.ranks
         else:
@@ -90,8 +115,9 @@ def run(case: Case, keep_logs: Path | None = None) -> list[Outcome]:
 
 
 def _keep(logs: list[Path], folder: Path, case: Case) -> None:
-    way = "launcher" if case.launcher else "alone"
-    name = f"{case.fault}-{case.ranks}-{case.rank_at_fault % case.ranks}-{way}.log"
+    at_fault = case.rank_at_fault % case.ranks
+    name = f"{case.fault}-{case.where}-{case.step}-{case.model}"
+    name += f"-{case.ranks}-{at_fault}-{case.launcher}.log"
     parts = [f"== {log.name}\n{log.read_text(errors='replace')}" for log in dict.fromkeys(logs)]
     (folder / name).write_text("\n".join(parts))
 
@@ -99,8 +125,11 @@ def _keep(logs: list[Path], folder: Path, case: Case) -> None:
 def _arguments(case: Case, folder: Path) -> list[str]:
     words = [str(PROGRAM), "--folder", str(folder), "--fault", case.fault]
     words += ["--rank-at-fault", str(case.rank_at_fault), "--backend", case.backend]
-    words += ["--seconds", str(case.seconds)]
-    return words + ["--leave-at-once"] * case.leave_at_once
+    words += ["--seconds", str(case.seconds), "--where", case.where, "--model", case.model]
+    words += ["--fault-step", str(case.step)]
+    words += ["--leave-at-once"] * case.leave_at_once
+    words += ["--sums-losses"] * case.sums_losses
+    return words + ["--destroys-group"] * case.destroys_group
 
 
 def _run_ranks(case: Case, folder: Path, logs: list[Path]) -> list[tuple[float, int | None]]:
@@ -145,7 +174,7 @@ def _nursery() -> subprocess.Popen[str]:
 
 
 def _run_with_launcher(case: Case, folder: Path) -> tuple[float, int | None]:
-    command = [sys.executable, "-m", "fullshard", "run", "--ranks", str(case.ranks)]
+    command = [sys.executable, *LAUNCHERS[case.launcher], str(case.ranks)]
     with (folder / "launcher.log").open("wb") as output:
         process = subprocess.Popen(
             [*command, *_arguments(case, folder)], env=_environment(), stdout=output, stderr=output
@@ -195,7 +224,7 @@ def _outcomes(
 
 def _first_error(case: Case, diary: dict[str, Any], log: Path) -> str:
     """What a user reads first: from the rank's own output where it has one."""
-    if case.launcher:
+    if case.launcher != "none":
         said: str = diary.get("error", "")
         return said.partition("\n")[0]
     found = _ERROR.search(log.read_text(errors="replace"))
@@ -228,14 +257,26 @@ def describe(case: Case, outcomes: list[Outcome]) -> list[str]:
     warned = [outcome.warned for outcome in others if outcome.warned is not None]
     told = f"{len(warned)} of {len(others)}, {max(warned):.1f} s" if warned else "no"
     return [
-        FAULTS[case.fault] + (", others leave at once" if case.leave_at_once else ""),
+        FAULTS[case.fault] + PLACES[case.where] + _details(case),
         f"{at_fault} of {case.ranks}",
-        "yes" if case.launcher else "no",
+        case.launcher,
         told,
         f"{len(errors)} of {len(others)}, {max(errors):.1f} s" if errors else "no",
         "went on" if went_on else last,
         *_errors(outcomes, at_fault),
     ]
+
+
+def _details(case: Case) -> str:
+    details = {
+        "in the first step": case.step == 0,
+        "fully_shard": case.model == "fully_shard",
+        "HYBRID_SHARD": case.model == "hybrid",
+        "which sums losses": case.sums_losses,
+        "which destroys its group": case.destroys_group,
+        "others leave at once": case.leave_at_once,
+    }
+    return "".join(f", {words}" for words, applies in details.items() if applies)
 
 
 def _errors(outcomes: list[Outcome], at_fault: int) -> list[str]:
@@ -279,16 +320,19 @@ class _Places:
 
 def choose_cases(given: argparse.Namespace) -> list[Case]:
     """All combinations; over NCCL, where ranks take long to start, with one rank at fault each."""
-    ways = {"yes": [True], "no": [False], "both": [False, True]}[given.launcher]
     cases = []
-    for fault, ranks, launcher in itertools.product(given.faults, given.ranks, ways):
+    ways = itertools.product(given.faults, given.where, given.model, given.ranks, given.launcher)
+    for fault, where, model, ranks, launcher in ways:
         at_fault = given.at_fault or ["first", "last"]
         if given.at_fault is None and given.backend == "nccl":
             # The first rank provides the store.
             at_fault = ["first"] if ranks == min(given.ranks) else ["last"]
         for name in at_fault:
             rank = {"first": 0, "last": -1}[name]
-            cases.append(Case(fault, given.backend, ranks, launcher, rank, limit=given.limit))
+            case = Case(fault, given.backend, ranks, launcher, rank, limit=given.limit)
+            options = ("step", "sums_losses", "destroys_group")
+            more = {name: getattr(given, name) for name in options}
+            cases.append(replace(case, where=where, model=model, **more))
     return cases
 
 
@@ -322,7 +366,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
-    parser.add_argument("--launcher", choices=("yes", "no", "both"), default="no")
+    parser.add_argument("--launcher", nargs="+", choices=LAUNCHERS, default=["none"])
+    parser.add_argument("--where", nargs="+", choices=PLACES, default=["loop"])
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["wrapper"])
+    parser.add_argument("--step", type=int, default=3, help="of the fault, from 0")
+    parser.add_argument("--sums-losses", action="store_true", help="by a collective of their own")
+    parser.add_argument("--destroys-group", action="store_true", help="however training ends")
     parser.add_argument("--at-fault", nargs="+", choices=("first", "last"))
     parser.add_argument("--at-a-time", type=int, default=24, help="ranks at the same time")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for a case")

@@ -43,7 +43,7 @@ def cases(*short: tuple[int, int]) -> Any:
 
 def others(fault: str, ranks: int, rank: int, **options: Any) -> list[Any]:
     """What became of the ranks that did nothing wrong."""
-    outcomes = faults.run(faults.Case(fault, "gloo", ranks, False, rank, **options))
+    outcomes = faults.run(faults.Case(fault, "gloo", ranks, "none", rank, **options))
     return [outcome for outcome in outcomes if outcome.rank != rank % ranks]
 
 
@@ -56,7 +56,7 @@ def assert_told(outcome: Any, *parts: str) -> None:
 
 @cases((2, 0))
 def test_a_skipped_unit_is_named_on_all_ranks_that_end_at_once(ranks: int, rank: int) -> None:
-    outcomes = faults.run(faults.Case("skip", "gloo", ranks, False, rank, leave_at_once=True))
+    outcomes = faults.run(faults.Case("skip", "gloo", ranks, "none", rank, leave_at_once=True))
     for outcome in outcomes:
         assert_told(outcome, "RanksDisagreeError", "layers.1", "layers.2", f"{rank % ranks}: ")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import weakref
 from typing import Any, NoReturn
@@ -37,6 +38,9 @@ class NoAgreement:
     def wait(self, work: Any) -> None:
         work.wait()
 
+    def instead(self, verb: str, unit: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def explain(self, error: RuntimeError) -> NoReturn:
         raise error
 
@@ -63,10 +67,15 @@ def _make(group: Any) -> Agreement | NoAgreement:
         store, group.rank(), group.size(), _timeout_of(group), announcements_of(group), names
     )
     agreement.inquiry.store_ends_with_first = names[0] == 0 and not _agent_has_store()
+    agreement.has_left = functools.partial(_is_destroyed, weakref.ref(group))
     if not is_gloo(group):
-        agreement.inquiry.host_runs_ahead = True
+        agreement.inquiry.waits = "at or before"
         watch(agreement, group, order_check.PATIENCE)
     return agreement
+
+
+def _is_destroyed(reference: Any) -> bool:
+    return reference() not in dist.distributed_c10d._world.pg_map
 
 
 def _agent_has_store() -> bool:

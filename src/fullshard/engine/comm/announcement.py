@@ -7,6 +7,7 @@ that whoever counts what a model sends does not count these.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import time
 import weakref
 from collections.abc import Callable
@@ -66,8 +67,26 @@ class Announcements:
         alias, piece = received.detach(), own.detach()
         # Not kept in a variable: nothing but what is waited for may hold the work.
         self._finish(self._backend._allgather_base(alias, piece), wait, alias, piece)
-        content = bytes(received.tolist())
+        content = _content_of(received)
         return [content[at : at + len(record)] for at in range(0, len(content), len(record))]
+
+    def objects_of_all(self, value: Any, wait: Wait) -> list[Any]:
+        """Every rank's ``value``. For small facts: they are pickled."""
+        packed = pickle.dumps(value)
+        sizes = [int.from_bytes(size) for size in self.of_all(len(packed).to_bytes(8), wait)]
+        records = self.of_all(packed.ljust(max(sizes), b"\0"), wait)
+        return [pickle.loads(record) for record in records]
+
+    def object_of_first(self, value: Any, wait: Wait) -> Any:
+        """The first rank's ``value``. For small facts: it is pickled."""
+        packed = pickle.dumps(value)
+        size = self.of_first(len(packed), wait)
+        # Of the other ranks only the length counts.
+        content = bytearray(packed[:size].ljust(size, b"\0"))
+        tensor = torch.frombuffer(content, dtype=torch.uint8).to(self._device)
+        alias = tensor.detach()
+        self._finish(self._backend.broadcast([alias], self._options), wait, alias)
+        return pickle.loads(_content_of(tensor))
 
     @property
     def _backend(self) -> Any:
@@ -87,6 +106,12 @@ class Announcements:
             started.finish()
         else:
             wait(_OnDevice(work, self._device))
+
+
+def _content_of(tensor: torch.Tensor) -> bytes:
+    content = bytearray(tensor.numel())
+    torch.frombuffer(content, dtype=torch.uint8).copy_(tensor)
+    return bytes(content)
 
 
 def announcements_of(group: Any) -> Announcements | None:

@@ -6,19 +6,23 @@ here fits every backend; ``gloo.py`` has the ways that are faster over gloo.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ..encoding.encodings import Encoding
+from . import failures
 from .agreements import NoAgreement, agreement_for
+from .announcement import Announcements, announcements_of
 from .backends import backend_of, is_gloo
 from .disagreement import RankLostError, RanksDisagreeError
 from .encoded_exchange import EncodedParts
+from .order_check import Agreement
 from .watcher import abort
 
 if TYPE_CHECKING:
@@ -373,6 +377,8 @@ class Group:
         """Likewise, of ranks that may have come to different places among their operations."""
         if self.size == 1:
             return [value]
+        if self._announcements is not None:
+            return self._announcements.objects_of_all(value, self._agreement.wait)
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found
@@ -382,9 +388,37 @@ class Group:
         if self.size == 1:
             return value
         self.agree("broadcast facts", unit)
+        if self._announcements is not None:
+            return self._announcements.object_of_first(value, self._agreement.wait)
         held = [value]
         dist.broadcast_object_list(held, dist.get_global_rank(self.group, 0), group=self.group)
         return held[0]
+
+    @functools.cached_property
+    def _announcements(self) -> Announcements | None:
+        """Small messages over the group, in which ranks that are gone are noticed."""
+        return announcements_of(self.group)
+
+    def wait_for_other(self, work: Any) -> None:
+        """Wait for a collective of the same ranks on another process group."""
+        self._agreement.wait(work)
+
+    def instead(self, verb: str, unit: str) -> contextlib.AbstractContextManager[None]:
+        """A context in which other ranks learn that this one does not do what they may be doing."""
+        return self._agreement.instead(verb, unit)
+
+
+@contextlib.contextmanager
+def explaining_failures(groups: Sequence[Group]) -> Iterator[None]:
+    """Raise which rank is gone when a backend fails in between, on any process group."""
+    try:
+        yield
+    except RuntimeError as error:
+        agreements = [a for a in (g._agreement for g in groups) if isinstance(a, Agreement)]
+        found = failures.explanation(agreements, error) if failures.is_of_backend(error) else None
+        if found is None:
+            raise
+        raise found from None
 
 
 def broadcast_from(rank: int) -> Any:

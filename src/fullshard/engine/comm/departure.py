@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import failures
+
 if TYPE_CHECKING:
     from .order_check import Agreement
 
@@ -34,15 +36,30 @@ def leave_word_of(agreement: Agreement) -> None:
 
 @functools.cache
 def _chain_to_hook() -> None:
-    previous, process = sys.excepthook, os.getpid()
+    previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _add_explanation(error)
         # First what the user is to see: others are told afterwards.
         previous(kind, error, trace)
-        if os.getpid() == process:
-            tell_others(error)
+        tell_others(error)
 
     sys.excepthook = hook
+    # A child speaks for no rank.
+    os.register_at_fork(after_in_child=_agreements.clear)
+
+
+def _add_explanation(error: BaseException) -> None:
+    """Say who is gone in the error of a collective that the program itself called."""
+    if not failures.is_of_backend(error):
+        return
+    agreements = list(_agreements)
+    for agreement in agreements:
+        agreement.inquiry.waits = "after"
+    with contextlib.suppress(Exception):
+        found = failures.explanation(agreements, error)
+        if found is not None:
+            error.add_note(f"{type(found).__name__}: {found}")
 
 
 def tell_others(error: BaseException) -> None:

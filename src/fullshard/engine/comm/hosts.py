@@ -92,16 +92,19 @@ class Hosts:
 
 def name_of_this_host() -> str:
     """A name that the processes which share this host's network have in common, and no others."""
-    given = os.environ.get(HOST_VARIABLE)
-    if given:
-        return given
+    return os.environ.get(HOST_VARIABLE) or " ".join(facts_of_this_host())
+
+
+def facts_of_this_host() -> list[str]:
+    """What is the same for all processes that share this host's network, and for no others."""
     facts = [socket.gethostname()]
     with contextlib.suppress(OSError):
+        # Hosts may have the same name, and the numbers below are the same on most.
         facts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     with contextlib.suppress(OSError):
         # Containers of one machine reach each other through a network.
         facts.append(os.readlink("/proc/self/ns/net"))
-    return " ".join(facts)
+    return facts
 
 
 def hosts_of(group: Any) -> Hosts:

@@ -14,41 +14,29 @@ Note: one examiner
 from __future__ import annotations
 
 import json
+import math
 import time
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from .disagreement import (
-    Operation,
-    Place,
-    Verdict,
-    describe_difference,
-    describe_loss,
-    first_difference,
-    name_ranks,
-)
+from .disagreement import Operation, Place, Verdict, describe_loss, name_ranks
+from .examiner import EXAMINES_EVERY, HAS_VERDICT, REACHES_EVERY, Examiner, left_among
 from .mailbox import Address, Contact, State, contact
 
-#: Seconds between two looks of the examiner.
-_EXAMINES_EVERY = 0.25
 #: Seconds between two looks at the examiner's pulse, where verdicts arrive by mail; else, seconds
 #: per thousand ranks.
 _FEELS_PULSE_EVERY = 4.0
 _PER_THOUSAND_RANKS = 1.0
 #: Seconds after which an examiner without a pulse is replaced.
 _NO_PULSE = 3.0
-#: Seconds for which posts are awaited that would name further ranks, after two have differed.
-_GRACE = 1.0
-#: Seconds between two attempts to reach ranks that posted nothing, and for one attempt.
-_REACHES_EVERY, _REACHES_WITHIN = 2.0, 1.0
-#: How many of the ranks that are waited for are described.
-_DESCRIBED = 4
+#: Seconds for an attempt to reach ranks.
+_REACHES_WITHIN = 1.0
 #: How many ranks a rank tells that ends with an error; they tell the others, if they miss it.
 _TOLD = 4
-#: Seconds for which a rank stays whose verdict did not reach all mailboxes.
-_STAYS = 4.0
-_HAS_VERDICT = 1 << 40
+#: Seconds after which a rank that has ended without a word is missed, if nothing has failed. It may
+#: have finished its last operation before the others do.
+_MISSES_AFTER = 2.0
 _PREFIX = "fullshard/inquiry"
 
 
@@ -64,17 +52,20 @@ class Inquiry:
         self.mailboxes: Sequence[Address] = ()
         #: Whether the first rank's process provides the store.
         self.store_ends_with_first = False
-        #: Whether the operation that this rank gave out last need not be the one it waits for.
-        self.host_runs_ahead = False
+        #: Where this rank waits, seen from the operation that it gave out last: "at" it, "at or
+        #: before" it where the host runs ahead of the device, or "after" it.
+        self.waits = "at"
         self.verdict: Verdict | None = None
         #: Ranks that said that they end, by their number in the group, and with which error.
         self.departed: dict[int, str] = {}
         #: Who is waited for when the store itself does not answer.
         self._silent_store: str | None = None
         self._is_open = False
-        self._examiner: _Examiner | None = None
+        self._examiner: Examiner | None = None
         self._pulse, self._felt, self._next_look = -1, 0.0, 0.0
-        self._next_question = 0.0
+        self._next_question = self._next_search = 0.0
+        #: Since when ranks are known to have ended, and when they were last found so.
+        self._ended_since, self._found_ended = 0.0, -math.inf
         #: How many requests this rank sent to the store for this, for measurements.
         self.requests = 0
 
@@ -160,7 +151,7 @@ class Inquiry:
         self._pulse, self._felt = -1, now
         self._next_look = now + self._interval
         if self.compare_set("examiner", expected, str(self._rank)) == str(self._rank):
-            self._examiner = _Examiner(self)
+            self._examiner = Examiner(self)
 
     @property
     def _interval(self) -> float:
@@ -169,12 +160,12 @@ class Inquiry:
     @property
     def _store_interval(self) -> float:
         """Seconds between two questions of a rank that the store can bear from all ranks."""
-        return max(_EXAMINES_EVERY, _PER_THOUSAND_RANKS * len(self._names) / 1000)
+        return max(EXAMINES_EVERY, _PER_THOUSAND_RANKS * len(self._names) / 1000)
 
     def _feel_pulse(self, now: float) -> None:
         pulse = self.add("pulse", 0)
         self._next_look = now + self._interval
-        if pulse >= _HAS_VERDICT:
+        if pulse >= HAS_VERDICT:
             self.verdict = Verdict(*json.loads(self.get("verdict")))
         elif pulse != self._pulse:
             self._pulse, self._felt = pulse, now
@@ -224,13 +215,9 @@ class Inquiry:
         return describe_loss(
             [self._names[rank] for rank in sorted(lost)],
             {self._names[rank]: reason for rank, reason in reasons.items()},
-            f"{name_ranks([self._names[self._rank]])} waits at {self._or_before}the",
+            f"{name_ranks([self._names[self._rank]])} waits {self.waits} the",
             *place,
         )
-
-    @property
-    def _or_before(self) -> str:
-        return "or before " if self.host_runs_ahead else ""
 
     @property
     def own_name(self) -> int:
@@ -274,137 +261,41 @@ class Inquiry:
             return
         if self.store_ends_with_first and self.reach([0], None)[0].state is State.ENDED:
             return
-        number = self.add("departures", 1)
-        self.set(f"departure/{number}", json.dumps(note["departed"]).encode())
+        if self.store_answers():
+            number = self.add("departures", 1)
+            self.set(f"departure/{number}", json.dumps(note["departed"]).encode())
         size = len(self._names)
         following = [(self._rank + distance) % size for distance in range(1, 1 + _TOLD)]
         self.reach([rank for rank in dict.fromkeys(following) if rank != self._rank], note)
 
-    def look_without_store(self, history: list[Place]) -> Verdict | None:
+    def look_without_store(self, history: list[Place], failed: bool = False) -> Verdict | None:
         """Find out who has ended when the store does not answer: most likely who provided it."""
+        now = time.monotonic()
+        self._next_look = now + EXAMINES_EVERY
         if self.verdict is None and self.departed:
             self.verdict = self.describe_lost([*self.departed], self.departed, history[-1])
-        for ranks in ([0], self.others):
-            if self.verdict is None and self._rank not in ranks:
-                ended = [r for r, c in self.reach(ranks, None).items() if c.state is State.ENDED]
-                if ended:
-                    self.verdict = self.describe_lost(ended, {}, history[-1])
+        if self.verdict is None and self._rank != 0:
+            self._miss(*self.ended_among([0]), history[-1], failed)
+        if self.verdict is None and failed and now >= self._next_search:
+            self._next_search = now + REACHES_EVERY
+            self._miss(*self.ended_among(self.others), history[-1], failed)
         return self.verdict
 
+    def _miss(self, ended: list[int], reasons: dict[int, str], place: Place, failed: bool) -> None:
+        if ended and self.are_missed(failed):
+            self.verdict = self.describe_lost(ended, reasons, place)
 
-class _Examiner:
-    """The part of an inquiry that one rank carries out for all: it compares, asks and publishes."""
-
-    def __init__(self, inquiry: Inquiry) -> None:
-        self._inquiry = inquiry
-        self._first = self._read = inquiry.add("read", 0)
-        self._read_departures = 0
-        self._histories: dict[int, dict[int, Operation]] = {}
-        #: Most ranks post the same: it is read once.
-        self._known: dict[bytes, dict[int, Operation]] = {}
-        self._departed: dict[int, str] = {}
-        self._differ_since: float | None = None
-        self.next_look = self._next_reach = 0.0
-        self.awaited: str | None = None
-
-    def retire(self) -> None:
-        """Leave nothing behind of a wait that is over."""
-        for number in range(self._first + 1, self._read + 1):
-            self._inquiry.delete(f"post/{number}")
-        self._inquiry.add("read", self._read - self._first)
-        if self.awaited is not None:
-            self._inquiry.set("awaited", b"")
-
-    def look(self, history: list[Place], failed: bool) -> Verdict | None:
-        now = time.monotonic()
-        self.next_look = now + _EXAMINES_EVERY
-        self._inquiry.add("pulse", 1)
-        self._read_posts()
-        self._read_notes()
-        verdict = self._departure(history) or self._difference(now)
-        if verdict is None and self._differ_since is None and (failed or now >= self._next_reach):
-            verdict = self._reach_others(history, first=self._next_reach == 0.0 and not failed)
-        if verdict is not None:
-            self._publish(verdict)
-        return verdict
-
-    def _read_posts(self) -> None:
-        count = self._inquiry.add("posts", 0)
-        for number in range(self._read + 1, count + 1):
-            rank, _, packed = self._inquiry.get(f"post/{number}").partition(b"\n")
-            if packed not in self._known:
-                posted = json.loads(zlib.decompress(packed))
-                self._known[packed] = {place: Operation(*given) for place, given in posted}
-            self._histories[int(rank)] = self._known[packed]
-        self._read = count
-
-    def _read_notes(self) -> None:
-        count = self._inquiry.add("departures", 0)
-        for number in range(self._read_departures + 1, count + 1):
-            rank, reason = json.loads(self._inquiry.get(f"departure/{number}"))
-            self._departed[rank] = reason
-        self._departed.update(self._inquiry.departed)
-        self._read_departures = count
-
-    def _departure(self, history: list[Place]) -> Verdict | None:
-        if not self._departed:
-            return None
-        return self._inquiry.describe_lost([*self._departed], self._departed, history[-1])
-
-    def _difference(self, now: float) -> Verdict | None:
-        distinct = {id(history): history for history in self._histories.values()}
-        place = first_difference(distinct.values())
-        if place is None:
-            return None
-        self._differ_since = self._differ_since or now
-        missing = len(self._histories) <= len(self._inquiry.others)
-        if missing and now - self._differ_since < _GRACE:
-            return None
-        return describe_difference(place, self._inquiry.named(self._histories))
-
-    def _reach_others(self, history: list[Place], first: bool) -> Verdict | None:
-        """Ask after the ranks that are furthest behind, by what they posted."""
-        self._next_reach = time.monotonic() + (_GRACE if first else _REACHES_EVERY)
-        if first:
-            # Others may be about to post.
-            return None
-        place = history[-1][0]
-        others = self._inquiry.others
-        reached = {rank: max(self._histories.get(rank, {}), default=-1) for rank in others}
-        behind = [rank for rank in others if reached[rank] < place]
-        contacts = self._inquiry.reach(behind or others, None)
+    def ended_among(self, ranks: Sequence[int]) -> tuple[list[int], dict[int, str]]:
+        """Those of ``ranks`` that have ended or left the group; of the latter, how."""
+        contacts = self.reach(ranks, {"asked": "where"})
+        left = left_among(contacts)
         ended = [rank for rank, found in contacts.items() if found.state is State.ENDED]
-        if ended:
-            # Who ends by an error says so before it ends.
-            self._read_notes()
-            return self._inquiry.describe_lost(ended, self._departed, history[-1])
-        furthest = min(reached.values())
-        self._name_awaited([rank for rank in behind if reached[rank] == furthest], place)
-        return None
+        return sorted([*ended, *left]), left
 
-    def _name_awaited(self, ranks: list[int], place: int) -> None:
-        """Tell all ranks who is waited for: those of ``ranks`` that are not there after all."""
-        answers = self._inquiry.reach(ranks[:_DESCRIBED], {"asked": "where"})
-        words = []
-        for rank, found in answers.items():
-            answer = found.answer
-            if answer and answer["place"] >= place:
-                ranks.remove(rank)
-            elif answer:
-                words.append(f"{self._inquiry.name([rank])} is in {answer['where']}")
-            elif found.state is State.THERE:
-                words.append(self._inquiry.silence(rank))
-        awaited = self._inquiry.name(ranks) if ranks else ""
-        said = f"{awaited}\n{'; '.join(words)}" if awaited else ""
-        if said != (self.awaited or ""):
-            self.awaited = said or None
-            self._inquiry.set("awaited", said.encode())
-
-    def _publish(self, verdict: Verdict) -> None:
-        inquiry = self._inquiry
-        inquiry.set("verdict", json.dumps(list(verdict)).encode())
-        inquiry.add("pulse", _HAS_VERDICT)
-        reached = inquiry.reach(inquiry.others, {"verdict": list(verdict)})
-        if any(found.state is State.UNKNOWN for found in reached.values()):
-            # Others will find it in the store, which may end with this process.
-            time.sleep(_STAYS)
+    def are_missed(self, failed: bool) -> bool:
+        """True if ranks that have ended are waited for, and did not just finish before others."""
+        now = time.monotonic()
+        if now - self._found_ended > _MISSES_AFTER:
+            self._ended_since = now
+        self._found_ended = now
+        return failed or now - self._ended_since >= _MISSES_AFTER

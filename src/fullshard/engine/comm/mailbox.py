@@ -10,6 +10,7 @@ Note: who is alive
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import enum
 import errno
@@ -30,6 +31,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
+from .hosts import facts_of_this_host
+
 #: Address, port, secret, number of the correspondent, host.
 _RECORD = struct.Struct("!16sH8sI8s")
 RECORD_SIZE = _RECORD.size
@@ -38,6 +41,10 @@ _AT_A_TIME = 256
 _LONGEST_MESSAGE = 1 << 20
 #: Seconds that are left to a sender to finish its line.
 _LINE_TIME = 2.0
+#: An address that stands for all that are not on this host's networks (it is nobody's).
+_ELSEWHERE = ("192.0.2.1", 9)
+#: Seconds until the next attempt of a process that may open no more files to accept a sender.
+_ACCEPTS_AGAIN_AFTER = 0.5
 
 
 class Correspondent(Protocol):
@@ -71,8 +78,11 @@ class Address(NamedTuple):
     @property
     def is_reachable(self) -> bool:
         """True if this host could connect there: not to another host's loopback interface."""
-        own = self.host_id == _host_id()
-        return self.port != 0 and (own or not ipaddress.ip_address(self.host).is_loopback)
+        return self.port != 0 and (self.is_on_this_host or not _is_loopback(self.host))
+
+    @property
+    def is_on_this_host(self) -> bool:
+        return self.host_id == _host_id()
 
 
 def _as_ipv6(host: str) -> ipaddress.IPv6Address:
@@ -112,6 +122,7 @@ class Mailbox:
         self._secret = secrets.token_bytes(8)
         self._correspondents: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._next_number = 0
+        self._is_open = True
         threading.Thread(target=self._serve, name="fullshard mailbox", daemon=True).start()
 
     def open_for(self, correspondent: Correspondent) -> Address:
@@ -120,42 +131,67 @@ class Mailbox:
         self._correspondents[self._next_number] = correspondent
         return Address(self._host, self._port, self._secret, self._next_number, _host_id())
 
-    def close(self) -> None:
+    def forget(self) -> None:
         """Close the inherited socket in a forked child, so that it is not taken for its parent."""
         self._socket.close()
 
+    def close(self) -> None:
+        """Refuse connections from now on: this process takes part in nothing any more."""
+        self._is_open = False
+        with contextlib.suppress(OSError):
+            # To close it would not be enough while a thread waits for the next connection.
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
     def _serve(self) -> None:
-        while True:
+        while self._is_open:
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                return
-            with connection, contextlib.suppress(OSError, ValueError, KeyError):
-                connection.settimeout(_LINE_TIME)
+                if self._is_open:
+                    time.sleep(_ACCEPTS_AGAIN_AFTER)
+                continue
+            # Whatever a stranger sends: those that come after are listened to.
+            with connection, contextlib.suppress(Exception):
                 self._answer(connection)
 
     def _answer(self, connection: socket.socket) -> None:
-        line = bytearray()
+        line, deadline = bytearray(), time.monotonic() + _LINE_TIME
         while not line.endswith(b"\n"):
+            connection.settimeout(max(deadline - time.monotonic(), 1e-3))
             received = connection.recv(65536)
             if not received or len(line) > _LONGEST_MESSAGE:
                 return
             line += received
+        connection.settimeout(_LINE_TIME)
         secret, number, message = json.loads(line)
         if not secrets.compare_digest(bytes.fromhex(secret), self._secret):
             return
         correspondent = self._correspondents.get(number)
-        answer = {} if correspondent is None else correspondent.receive(message)
+        answer = {"left": True} if correspondent is None else correspondent.receive(message)
         connection.sendall(json.dumps(answer).encode() + b"\n")
+
+
+_own: list[Mailbox] = []
+
+
+# At the import, so that it comes after what the program does at its exit. The process may take
+# seconds from there to its end.
+@atexit.register
+def _close_at_exit() -> None:
+    for mailbox in _own:
+        mailbox.close()
 
 
 @functools.cache
 def own_mailbox(host: str) -> Mailbox:
     """The mailbox of this process at an address of this host."""
     mailbox = Mailbox(host)
+    _own.append(mailbox)
 
     def forget_in_child() -> None:
-        mailbox.close()
+        mailbox.forget()
+        _own.clear()
         own_mailbox.cache_clear()
 
     # A child (a loader's worker) that outlives this process would keep the socket open, and this
@@ -168,9 +204,18 @@ def host_towards(store: Any) -> str:
     """The address of this host in the network in which ranks reach ``store``."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    target = (store.host, store.port) if isinstance(store, dist.TCPStore) else ("192.0.2.1", 9)
+    target = (store.host, store.port) if isinstance(store, dist.TCPStore) else _ELSEWHERE
+    found = _address_towards(*target)
+    if found is None or (_is_loopback(found) and not _is_loopback(target[0])):
+        # A host often has its own name at its loopback interface, which others cannot reach.
+        found = _address_towards(*_ELSEWHERE) or found
+    return found or "127.0.0.1"
+
+
+def _address_towards(host: str, port: int) -> str | None:
+    """The address of this host from which it reaches another one, if it can."""
     with contextlib.suppress(OSError):
-        for family, *_, address in socket.getaddrinfo(*target, type=socket.SOCK_DGRAM):
+        for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
             # Nothing is sent: to connect a datagram socket is to look up the route.
             with (
                 contextlib.suppress(OSError),
@@ -178,16 +223,19 @@ def host_towards(store: Any) -> str:
             ):
                 probe.connect(address)
                 return str(probe.getsockname()[0]).partition("%")[0]
-    return "127.0.0.1"
+    return None
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 @functools.cache
 def _host_id() -> bytes:
     """Identifies a host and its network namespace: containers may have networks of their own."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts.append(os.readlink("/proc/self/ns/net"))
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).digest()
+    return hashlib.blake2b("\n".join(facts_of_this_host()).encode(), digest_size=8).digest()
 
 
 def contact(

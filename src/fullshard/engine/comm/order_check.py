@@ -27,15 +27,15 @@ import contextlib
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
-from . import departure
+from . import departure, failures
 from .announcement import Announcements
 from .disagreement import Operation, Place, RankLostError, RanksDisagreeError
 from .inquiry import Inquiry
-from .mailbox import RECORD_SIZE, Address, host_towards, own_mailbox
+from .introductions import introduce
 from .meeting import MeetingPlace
 from .order_table import Expectation, OrderTable
 
@@ -45,10 +45,9 @@ __all__ = ["Agreement", "Operation", "RankLostError", "RanksDisagreeError"]
 PATIENCE = 2.0
 #: Seconds of waiting after which a rank says for whom, once.
 TELL_AFTER = 8.0
-#: Seconds after which a rank stops waiting for others that say nothing at all, at the latest.
+#: Seconds after which a rank stops waiting for others that say nothing at all, where the group
+#: does not say.
 LAST_RESORT = 1800.0
-#: Seconds within which a collective that failed is explained, or raises what the backend said.
-EXPLAIN_WITHIN = 6.0
 #: How often a waiting rank looks again.
 _LOOK_EVERY = 0.25
 #: What a rank does by itself: others learn of it at the next operation.
@@ -77,7 +76,7 @@ class Agreement:
     ) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._timeout = min(timeout, LAST_RESORT)
+        self._timeout = timeout
         #: What is expected, and where this rank stands; the step's path advances it by itself.
         self.order = OrderTable()
         names = range(world_size) if names is None else names
@@ -92,6 +91,8 @@ class Agreement:
         self.is_capturing = False
         #: The operation that this rank waits to begin, and its place: not a past one yet.
         self._waiting: Place | None = None
+        #: Whether this rank has destroyed the process group.
+        self.has_left: Callable[[], bool] = lambda: False
         #: Called when others have been waited for for long; raises if that is in vain (``Join``).
         self.also_look: Callable[[], None] | None = None
         #: The place of the last operation for which it was told that others are waited for.
@@ -178,6 +179,15 @@ class Agreement:
         waiting = self._waiting
         return [*self.order.history(), *([waiting] if waiting else [])]
 
+    @contextlib.contextmanager
+    def instead(self, verb: str, unit: str) -> Iterator[None]:
+        """Let others know that this rank does this, and not what they may be about to do next."""
+        self._waiting = self.order.count, Operation(verb, unit)
+        try:
+            yield
+        finally:
+            self._waiting = None
+
     # -- a collective -------------------------------------------------------------------------
 
     def wait(self, work: Any) -> None:
@@ -207,20 +217,22 @@ class Agreement:
 
     def explain(self, error: RuntimeError) -> NoReturn:
         """Raise why a collective, or the store, has failed: which rank is gone."""
+        found = failures.explanation([self], error)
+        if found is None:
+            raise error
+        raise found from None
+
+    def verdict_on_failure(self) -> RuntimeError | None:
+        """The error to raise after a collective has failed, once it is known which rank is gone."""
         self._explains = True
-        deadline = time.monotonic() + EXPLAIN_WITHIN
         history = self.history()
-        while history and time.monotonic() < deadline:
-            try:
-                verdict = self.inquiry.look(history, failed=True)
-            except RuntimeError:
-                verdict = self.inquiry.look_without_store(history)
-            if verdict is not None:
-                found = self._verdict_error()
-                found.add_note(f"Rank {self._rank} was told by its backend: {error}")
-                raise found from None
-            time.sleep(_LOOK_EVERY / 5)
-        raise error
+        if not history:
+            return None
+        try:
+            verdict = self.inquiry.look(history, failed=True)
+        except RuntimeError:
+            verdict = self.inquiry.look_without_store(history, failed=True)
+        return None if verdict is None else self._verdict_error()
 
     # -- an operation that is not expected ----------------------------------------------------
 
@@ -237,7 +249,10 @@ class Agreement:
         else:
             self._hear_first(announcements, operation, begins_pass)
         if not self.inquiry.mailboxes and announcements.is_possible:
-            self._exchange_addresses(announcements)
+            self.inquiry.mailboxes = introduce(
+                self, self._rank, self._meetings.store, announcements, self.wait
+            )
+            departure.leave_word_of(self)
 
     def _hear_first(
         self, announcements: Announcements, operation: Operation, begins_pass: bool
@@ -252,14 +267,6 @@ class Agreement:
             # Nobody has started what all others would wait for. This rank does not, and finds out
             # who is about to do what.
             self._wait_in_vain()
-
-    def _exchange_addresses(self, announcements: Announcements) -> None:
-        record = bytes(RECORD_SIZE)
-        # Who has no socket is asked in other ways; all must take part in the exchange.
-        with contextlib.suppress(OSError, RuntimeError):
-            record = own_mailbox(host_towards(self._meetings.store)).open_for(self).packed()
-        self.inquiry.mailboxes = [*map(Address.unpacked, announcements.of_all(record, self.wait))]
-        departure.leave_word_of(self)
 
     def _wait_in_vain(self) -> NoReturn:
         began = time.monotonic()
@@ -332,9 +339,8 @@ class Agreement:
             if verdict is None and tells:
                 self._tell(waited, *history[-1])
         except RuntimeError:
+            # The store may have ended with the rank that provided it. What is waited for may come.
             verdict = self.inquiry.look_without_store(history)
-            if verdict is None:
-                raise
         return verdict is not None
 
     @property
@@ -367,7 +373,11 @@ class Agreement:
         """Act on what another rank left in this process's mailbox."""
         if message.get("asked") == "where":
             history = self.order.history()
-            return {"place": history[-1][0] if history else -1, "where": departure.whereabouts()}
+            return {
+                "place": history[-1][0] if history else -1,
+                "where": departure.whereabouts(),
+                "left": self.has_left(),
+            }
         self.inquiry.receive(message)
         if self.inquiry.verdict is not None:
             self.order.halt()

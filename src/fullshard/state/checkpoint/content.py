@@ -19,6 +19,7 @@ from ...api import (
     ShardedStateDictConfig,
     StateDictType,
 )
+from ...engine.comm import collectives
 from ...engine.params.locations import clean_tensor_name
 from ..model.methods import StateDicts
 from ..model.sharded_tensors import empty_like, is_sharded, shape_of
@@ -57,8 +58,18 @@ def agree_to(verb: str, model: nn.Module) -> None:
     """Check that all ranks do this next; the order check finds a rank that does not."""
     unit = next(iter(units_in(model)), None)
     if unit is not None:
-        for group in filter(None, (unit.shards, unit.copies)):
+        for group in _groups_of(unit):
             group.agree(verb, unit.name)
+
+
+def explaining_failures(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """A context that says which rank is gone when communication about a checkpoint fails."""
+    unit = next(iter(units_in(model)), None)
+    return collectives.explaining_failures([] if unit is None else _groups_of(unit))
+
+
+def _groups_of(unit: Any) -> list[Any]:
+    return [group for group in (unit.shards, unit.copies) if group is not None]
 
 
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def export_safetensors(
     [PosixPath('exported/model.safetensors')]
     """
     wait_for_running_save()
-    ranks = CheckpointGroup()
+    ranks = CheckpointGroup("export a checkpoint", model)
     ranks.on_all_ranks(_require_package)
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     with StateDicts.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):

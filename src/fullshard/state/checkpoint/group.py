@@ -8,9 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ...engine.comm.announcement import Announcements, announcements_of
+from ...engine.comm.disagreement import RankLostError, RanksDisagreeError
 from ...engine.comm.process_groups import is_alive
+from ..model.units import units_in
 from .errors import CheckpointError
 
 Result = TypeVar("Result")
@@ -25,8 +29,15 @@ class CheckpointGroup:
     not interfere with the collectives of training.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, verb: str = "", model: nn.Module | None = None) -> None:
         self.group: Any = None
+        #: Whether the ranks train meanwhile, and look after each other there.
+        self.in_background = False
+        self._verb = verb
+        unit = None if model is None else next(iter(units_in(model)), None)
+        self._unit = "" if unit is None else unit.name
+        #: The model's own groups, in which ranks know of each other what they do.
+        self._models = [] if unit is None else [g for g in (unit.shards, unit.copies) if g]
         if dist.is_initialized():
             world = dist.group.WORLD
             if not is_alive(_groups.get(world)):
@@ -51,8 +62,9 @@ class CheckpointGroup:
         outcome: list[Any] = [None, None]
         if self.rank == 0:
             outcome = list(_attempt(function))
-        if self.group is not None:
-            dist.broadcast_object_list(outcome, src=0, group=self.group)
+        messages = self._messages
+        if messages is not None:
+            outcome = messages.object_of_first(outcome, self._wait)
         result, error = outcome
         if error is not None:
             raise error
@@ -61,18 +73,44 @@ class CheckpointGroup:
     def on_all_ranks(self, function: Callable[[], Result]) -> Result:
         """Call ``function`` on every rank; raise the first failing rank's error on all of them."""
         result, error = _attempt(function)
-        errors: list[Any] = [error] * self.size
-        if self.group is not None:
-            dist.all_gather_object(errors, error, group=self.group)
+        errors, messages = [error], self._messages
+        if messages is not None:
+            with self._told(error):
+                errors = messages.objects_of_all(error, self._wait)
         for found in errors:
             if found is not None:
                 raise found
         return result
 
+    @contextlib.contextmanager
+    def _told(self, error: Exception | None) -> Iterator[None]:
+        """Let ranks that are still in the middle of something know what ended it on this one."""
+        with contextlib.ExitStack() as told:
+            for group in self._models if error is not None else ():
+                verb = f"failing to {self._verb} ({type(error).__name__}: {error})"
+                told.enter_context(group.instead(verb, self._unit))
+            try:
+                yield
+            except (RanksDisagreeError, RankLostError) as verdict:
+                raise verdict from error
+
+    @property
+    def _messages(self) -> Announcements | None:
+        return None if self.group is None else announcements_of(self.group)
+
+    def _wait(self, work: Any) -> None:
+        if self._models and not self.in_background:
+            self._models[0].wait_for_other(work)
+        else:
+            work.wait()
+
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return function(), None
+    except (RanksDisagreeError, RankLostError):
+        # All ranks raise it, and the one that is gone would be waited for.
+        raise
     except (CheckpointError, FileNotFoundError, TypeError, ValueError) as error:
         return None, error
     except Exception as error:

@@ -14,12 +14,14 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ...engine.comm.disagreement import RankLostError, RanksDisagreeError
 from . import folder as folders
 from .content import (
     Targets,
     agree_to,
     check_optimizers,
     check_same_model,
+    explaining_failures,
     optimizers_in,
     put_back,
     sharded_state,
@@ -147,11 +149,15 @@ class _Loading:
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         wait_for_running_save()
         agree_to("load a checkpoint", model)
-        self.ranks = CheckpointGroup()
+        self.ranks = CheckpointGroup("load a checkpoint", model)
         self._model = model
         self._optimizers = optimizers_in(optimizer)
 
     def load(self, checkpoint: Path) -> Checkpoint:
+        with explaining_failures(self._model):
+            return self._load(checkpoint)
+
+    def _load(self, checkpoint: Path) -> Checkpoint:
         ranks, model, optimizers = self.ranks, self._model, self._optimizers
         # In a step of its own: if one rank cannot read the manifest, the others must not enter the
         # model's collectives.
@@ -182,6 +188,8 @@ def _attempt(checkpoint: Path, function: Callable[..., None], *arguments: Any) -
     """Call ``function``; raise its error as a CheckpointError that names the checkpoint."""
     try:
         function(*arguments)
+    except (RanksDisagreeError, RankLostError):
+        raise
     except Exception as error:
         # The model's and the optimizers' own methods may raise anything.
         raise CheckpointError(

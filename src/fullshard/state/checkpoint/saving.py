@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import threading
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ...engine.params.tensor_parallel import is_distributed, local_part
 from ..model.sharded_tensors import is_sharded
 from . import folder as folders
-from .content import agree_to, optimizers_in, state_of
+from .content import agree_to, explaining_failures, optimizers_in, state_of
 from .errors import CheckpointError
 from .group import CheckpointGroup, explain
 from .manifest import Manifest, Table, write_manifest
@@ -122,7 +123,7 @@ def save(
     if previous is not None:
         previous.wait()
     agree_to("save a checkpoint", model)
-    ranks = CheckpointGroup()
+    ranks = CheckpointGroup("save a checkpoint", model)
     tensors: Tensors = {}
 
     def collect() -> Any:
@@ -133,7 +134,8 @@ def save(
             "extra": encode(given, "/extra", tensors, may_be_sharded=False),
         }
 
-    content = ranks.on_all_ranks(collect)
+    with explaining_failures(model):
+        content = ranks.on_all_ranks(collect)
     if ranks.rank != 0:
         # Unsharded values, such as running statistics, may differ between ranks: save the first's.
         tensors = {name: value for name, value in tensors.items() if is_sharded(value)}
@@ -144,9 +146,14 @@ def save(
     folder = Path(path).absolute()
 
     def write() -> Path:
-        partial = ranks.on_first_rank(lambda: folders.begin(folder, step))
-        return _write(partial, ranks, Manifest(step, ranks.size, content, {}), tensors, keep_last)
+        manifest = Manifest(step, ranks.size, content, {})
+        with explanation:
+            partial = ranks.on_first_rank(lambda: folders.begin(folder, step))
+            return _write(partial, ranks, manifest, tensors, keep_last)
 
+    # Made now: the thread that writes does not hold the model.
+    explanation = contextlib.nullcontext() if asynchronous else explaining_failures(model)
+    ranks.in_background = asynchronous
     handle = SaveHandle(write, asynchronous)
     if asynchronous:
         _running = handle

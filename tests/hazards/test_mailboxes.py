@@ -1,0 +1,110 @@
+"""The sockets of ranks: what strangers send them, and hosts that do not let each other through."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fullshard.engine.comm.mailbox import Address, Mailbox, State, contact
+
+
+class Listener:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.heard: list[dict[str, Any]] = []
+
+    def receive(self, message: dict[str, Any]) -> dict[str, Any]:
+        self.heard.append(message)
+        return {"heard": len(self.heard)}
+
+
+@pytest.fixture
+def listener() -> Listener:
+    return Listener()
+
+
+@pytest.fixture
+def address(listener: Listener) -> Iterator[Address]:
+    mailbox = Mailbox("127.0.0.1")
+    yield mailbox.open_for(listener)
+    mailbox.close()
+
+
+def ask(address: Address) -> Any:
+    (found,) = contact([address], {"asked": "where"}, 5.0)
+    return found.answer
+
+
+LINES = {
+    "a number": b"5\n",
+    "null": b"null\n",
+    "an object": b"{}\n",
+    "numbers": b"[1, 2, 3]\n",
+    "no secret": b'["00", 1, {}]\n',
+    "not hexadecimal": b'["no number", 1, {}]\n',
+    "HTTP": b"GET / HTTP/1.1\r\n\r\n",
+    "not UTF-8": b"\xff\xfe\n",
+    "a deep list": b"[" * 100_000 + b"\n",
+    "a long number": b"9" * 5_000 + b"\n",
+    "no end": b"no end of line",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
+def test_whatever_a_stranger_sends_the_next_message_is_heard(
+    address: Address, listener: Listener, line: bytes
+) -> None:
+    with socket.create_connection((address.host, address.port)) as stranger:
+        stranger.sendall(line)
+        stranger.shutdown(socket.SHUT_WR)
+        assert stranger.recv(100) == b""
+
+    assert ask(address) == {"heard": 1}
+    assert listener.heard == [{"asked": "where"}]
+
+
+def test_a_message_with_another_secret_is_not_heard(address: Address, listener: Listener) -> None:
+    assert ask(address._replace(secret=b"guessed!")) is None
+    assert listener.heard == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="another limit of open files")
+def test_a_process_that_may_open_no_more_files_for_a_while_listens_again(address: Address) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as first, socket.socket() as second:
+        lowest = os.dup(second.fileno())
+        os.close(lowest)
+        # A mailbox may have a place for the first one, for which it waits already.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        try:
+            for sender in (first, second):
+                sender.settimeout(0.3)
+                sender.connect((address.host, address.port))
+                sender.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(TimeoutError):
+                first.recv(1)
+            with pytest.raises(TimeoutError):
+                second.recv(1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    assert ask(address) == {"heard": 1}
+
+
+def test_a_process_that_has_closed_its_mailbox_is_told_from_one_that_has_not(
+    address: Address,
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        gone = address._replace(port=free.getsockname()[1])
+        states = [found.state for found in contact([address, gone], None, 5.0)]
+    assert states == [State.THERE, State.ENDED]
