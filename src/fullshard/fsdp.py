@@ -449,13 +449,14 @@ Joinable.register(FullyShardedDataParallel)
 class UnshardHandle:
     """A gather that :meth:`FullyShardedDataParallel.unshard` started."""
 
-    def __init__(self, schedule: Schedule, unit: Unit) -> None:
+    def __init__(self, schedule: Schedule, *units: Unit) -> None:
         self._schedule = schedule
-        self._unit = unit
+        self._units = units
 
     def wait(self) -> None:
         """Return when the full parameters are in place."""
-        self._schedule.finish_unshard(self._unit)
+        for unit in self._units:
+            self._schedule.finish_unshard(unit)
 
 
 def _unit_name(path: str, wrapper: FullyShardedDataParallel) -> str:

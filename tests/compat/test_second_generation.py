@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 import torch.distributed.fsdp
@@ -64,6 +66,55 @@ def test_fully_shard_trains_before_while_and_after_fullshard_is_installed() -> N
 
     for losses in (before, during, after):
         torch.testing.assert_close(losses, expected)
+
+
+#: Where libraries import names of torch's fully_shard from, beside ``torch.distributed.fsdp``.
+PLACES = {
+    "torch.distributed.fsdp._fully_shard": ("FSDPModule", "fully_shard", "MixedPrecisionPolicy"),
+    "torch.distributed.fsdp._fully_shard._fully_shard": (
+        "FSDPModule",
+        "UnshardHandle",
+        "fully_shard",
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_api": ("CPUOffloadPolicy", "MixedPrecisionPolicy"),
+    "torch.distributed._composable.fsdp": ("FSDPModule", "fully_shard", "CPUOffloadPolicy"),
+    "torch.distributed._composable.fsdp.fully_shard": ("fully_shard",),
+    "torch.distributed._composable.replicate_with_fsdp": ("ReplicateModule", "replicate"),
+    "torch.distributed.pipelining.stage": ("FSDPModule", "fully_shard"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_name_is_fullshards_wherever_it_is_imported_from(place: str) -> None:
+    module = importlib.import_module(place)
+    theirs = {name: getattr(module, name) for name in PLACES[place] if hasattr(module, name)}
+    assert theirs
+
+    with installed():
+        # As ``from place import name`` does.
+        ours = {name: getattr(importlib.import_module(place), name) for name in theirs}
+
+    assert ours == {name: getattr(fullshard, name) for name in theirs}
+    assert {name: getattr(module, name) for name in theirs} == theirs
+
+
+@ranks(2)
+def test_the_state_of_a_module_is_found_for_models_of_either() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    theirs = fully_shard(build())
+    with installed():
+        from torch.distributed.fsdp._fully_shard._fsdp_state import (
+            FSDPState,
+            _get_module_fsdp_state,
+        )
+
+        ours = fullshard.fully_shard(build())
+        assert _get_module_fsdp_state(ours) is ours._get_fsdp_state()
+        assert isinstance(_get_module_fsdp_state(theirs), FSDPState)
+        assert _get_module_fsdp_state(nn.Linear(2, 2)) is None
+        # Torch's own goes on reading its own names.
+        train(theirs)
 
 
 class WithMethod(nn.Module):

@@ -18,6 +18,7 @@ from tests.fully_shard.side_by_side import (
     build,
     by_block,
     forward_loss,
+    inputs,
     sgd,
     told,
     train,
@@ -132,6 +133,16 @@ def shard_lists(api: Any, model: Any) -> None:
     api.fully_shard([model.blocks[0], model.blocks[1]])
     api.fully_shard([model.embed, model.head])
     api.fully_shard(model)
+
+
+@ranks(2)
+def test_a_parameter_that_another_call_has_taken_is_refused_as_under_torchs() -> None:
+    for api in (THEIRS, OURS):
+        model = Tied()
+        api.fully_shard(model.embed)
+        api.fully_shard(model)
+        with pytest.raises(ValueError, match="already managed by another FSDP group"):
+            model(inputs(0))
 
 
 @ranks(2)

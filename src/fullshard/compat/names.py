@@ -138,6 +138,9 @@ TABLE: dict[str, dict[str, Any]] = {
 #: Our objects in other modules of torch, by the module's full name.
 ELSEWHERE: dict[str, dict[str, Any]] = {
     "torch.distributed.checkpoint.state_dict": {"_get_fqns": private._get_fqns},
+    "torch.distributed.fsdp._fully_shard._fsdp_state": {
+        "_get_module_fsdp_state": private._get_state_in_place,
+    },
     "torch.distributed._composable.replicate_with_fsdp": {
         "ReplicateModule": fullshard.ReplicateModule,
         "replicate": fullshard.replicate,

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_state
 
 import fullshard
 from fullshard import FlatParameter, FullyShardedDataParallel
@@ -27,6 +28,7 @@ from fullshard.state.model.unit_state import FLAT_NAME
 
 _names_in_torch = torch.distributed.checkpoint.state_dict._get_fqns
 _register_in_torch = torch.distributed.fsdp.register_fsdp_forward_method
+_state_in_torch = _fsdp_state._get_module_fsdp_state
 Wrappers = list[FullyShardedDataParallel]
 
 
@@ -39,6 +41,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         fullshard.register_fsdp_forward_method(module, method_name)
     else:
         _register_in_torch(module, method_name)
+
+
+def _get_state_in_place(module: nn.Module) -> Any:
+    """The state of a module that ``fully_shard`` was applied to, ours or torch's own; or None."""
+    if isinstance(module, fullshard.FSDPModule):
+        return module._get_fsdp_state()
+    return _state_in_torch(module)
 
 
 # -- wrappers and their parts -----------------------------------------------------------------

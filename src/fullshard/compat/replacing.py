@@ -1,8 +1,8 @@
 """Replacing torch's objects by fullshard's, and restoring them.
 
 Torch's modules import objects from each other under any name, so an object is replaced in every
-module of torch that has it. The modules that implement torch's ``fully_shard`` (FSDP2) keep their
-own, so that models to which it was applied before go on working.
+module of torch that has it. The modules that implement torch's ``fully_shard`` (FSDP2) are treated
+otherwise (``second_generation.py``): models to which it was applied before go on working.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ import torch.distributed.fsdp
 
 from . import attributes
 from .names import Replacement, replacements
+from .second_generation import is_second_generation, show_ours, show_theirs
 
 __all__ = ["install", "is_installed", "uninstall"]
-
-#: What torch's ``fully_shard`` is made of.
-_SECOND_GENERATION = "torch.distributed.fsdp._fully_shard._"
 
 
 class _Change(NamedTuple):
@@ -56,6 +54,7 @@ def install() -> None:
                 if entry is not None:
                     _changes.append(_Change(namespace, name, value))
                     namespace[name] = entry.ours
+        show_ours(by_original)
         attributes.attach()
 
 
@@ -70,6 +69,7 @@ def uninstall() -> None:
         for change in _changes:
             change.namespace[change.name] = change.original
         _changes.clear()
+        show_theirs()
         attributes.detach()
         by_ours: dict[int, list[Replacement]] = {}
         for entry in replacements():
@@ -113,5 +113,5 @@ def _namespaces() -> Iterator[dict[str, Any]]:
     modules: Mapping[str, ModuleType | None] = dict(sys.modules)
     for name, module in modules.items():
         ours = name == "torch" or name.startswith("torch.")
-        if ours and not name.startswith(_SECOND_GENERATION) and module is not None:
+        if ours and not is_second_generation(name) and module is not None:
             yield module.__dict__

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..api import BackwardPrefetch, Communication, MixedPrecision
 from ..engine.comm.collectives import group_for
@@ -36,10 +37,15 @@ from .meshes import DataParallelMesh, mesh_of_shards
 from .module import FSDPModule, add_class
 from .module_unit import ModuleUnit, strategy_for
 from .optimizers import watch_steps
+from .placements import PlacementOf, Share, named, shares_of
 from .policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .spmd import DimensionsOfMesh, check_parameters, dimensions_of
+from .torchs_state import ModuleState
 
 __all__ = ["fully_shard"]
+
+#: By parameter, as it was before it was sharded, the unit that shards it now.
+_users: Any = WeakTensorKeyDictionary()
 
 #: Modules without a forward of their own, at which parameters could be gathered.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -50,7 +56,7 @@ def fully_shard(
     *,
     mesh: Any = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    shard_placement_fn: PlacementOf | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (a constant)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (a constant)
     ignored_params: set[nn.Parameter] | None = None,
@@ -87,6 +93,15 @@ def fully_shard(
     ).to(module)
 
 
+def state_of(module: nn.Module) -> ModuleState | None:
+    """The state of a module that ``fully_shard`` or ``replicate`` was applied to, or None."""
+    return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+
+
+#: Torch's ``fully_shard`` has this attribute, and so has its ``replicate``.
+fully_shard.state = state_of  # type: ignore[attr-defined]
+
+
 @dataclasses.dataclass(frozen=True)
 class Application:
     """One call of ``fully_shard`` or ``replicate``: what was asked for.
@@ -100,7 +115,7 @@ class Application:
     mesh: Any
     dims: DataParallelMeshDims | None
     reshard_after_forward: bool | int | None
-    placement_of: Callable[[nn.Parameter], Any] | None
+    placement_of: PlacementOf | None
     precision: MixedPrecisionPolicy
     offload: OffloadPolicy
     ignored: Collection[nn.Parameter]
@@ -110,15 +125,26 @@ class Application:
         """Make a unit of the module, or of the modules in a list, and return it or the list."""
         modules = _check(module, self.name)
         data_parallel = self._data_parallel()
-        reshards, few = _resharding(self._few_after_forward(data_parallel), data_parallel)
         root: Any = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         everything = [m for m in root.modules() if len(modules) == 1 or m is not root]
         check_modules(root, everything)
-        unit = self._unit(root, modules, data_parallel, reshards is not False, few)
-        of = ModuleUnit(unit, modules, self.precision, reshards, data_parallel, few)
+        parameters = managed_parameters(root, own_modules(root, is_unit), self.ignored, ())
+        shares = shares_of(root, parameters, data_parallel, self.placement_of)
+        names = named(root, parameters)
+        resharding = [
+            _resharding(self._few_after_forward(share.mesh), share.mesh) for share in shares
+        ]
+        of: ModuleUnit | None = None
+        for share, (reshards, few) in reversed([*zip(shares, resharding, strict=True)]):
+            unit = self._unit(root, modules, share, reshards is not False, few)
+            of = ModuleUnit(unit, modules, self.precision, reshards, share.mesh, few, inner=of)
+            of.show_sharded_in_state_dicts()
+        assert of is not None
         for each in modules:
             add_class(each, of, self.kind)
-        of.show_sharded_in_state_dicts()
+        for name, parameter in names:
+            of.note_other_user(name, _users.get(parameter))
+            _users[parameter] = weakref.ref(of)
         watch_steps()
         watch_clipping()
         return module
@@ -150,16 +176,16 @@ class Application:
         self,
         root: nn.Module,
         modules: Sequence[nn.Module],
-        data_parallel: DataParallelMesh,
+        share: Share,
         reshards: bool,
         few: FewRanks | None,
     ) -> Unit:
+        data_parallel = share.mesh
         device = data_parallel.device()
-        parameters = managed_parameters(root, own_modules(root, is_unit), self.ignored, ())
-        parameters, packings = _pack(root, parameters, self.precision.param_dtype)
+        parameters, packings = _pack(root, share.parameters, self.precision.param_dtype)
         _move_states(modules, parameters, self.ignored, device)
         parameters, distributions = self._localize(root, parameters, data_parallel)
-        dims = _dims(root, parameters, data_parallel, self.placement_of)
+        dims = share.dims(root, parameters)
         self._check_extended(root, parameters, dims, few)
         precision = self.precision
         options = UnitOptions(
@@ -203,7 +229,7 @@ class Application:
         few: FewRanks | None,
     ) -> None:
         """Refuse what cannot be done with tensor subclasses that say what is all-gathered."""
-        for path, parameter in _named(root, parameters):
+        for path, parameter in named(root, parameters):
             if is_extended(parameter) and (few is not None or dims[parameter] != 0):
                 asked = f"reshard_after_forward={self.reshard_after_forward}"
                 raise NotImplementedError(
@@ -218,10 +244,10 @@ class Application:
         parameters: list[nn.Parameter],
         data_parallel: DataParallelMesh,
     ) -> tuple[list[nn.Parameter], dict[nn.Parameter, Distribution]]:
-        if self.dims is None:
+        if not isinstance(data_parallel, DimensionsOfMesh):
             return localize(root, parameters, data_parallel.groups)
-        assert isinstance(data_parallel, DimensionsOfMesh)
-        check_parameters(_named(root, parameters), data_parallel, self.dims)
+        assert self.dims is not None
+        check_parameters(named(root, parameters), data_parallel, self.dims)
         # The mesh of the parameters has the dimensions that they are sharded over, too.
         nobody = ProcessGroups(None, None)
         return localize(root, parameters, nobody, unreduced=data_parallel.reduced)
@@ -308,40 +334,6 @@ def _move_states(
                     module._buffers[name] = buffer.to(device)
 
 
-def _dims(
-    root: nn.Module,
-    parameters: Sequence[nn.Parameter],
-    data_parallel: DataParallelMesh,
-    placement_of: Callable[[nn.Parameter], Any] | None,
-) -> dict[nn.Parameter, int]:
-    """The dimension along which each parameter is cut."""
-    dims: dict[nn.Parameter, int] = {}
-    for name, parameter in _named(root, parameters):
-        if parameter.dim() == 0:
-            raise ValueError(
-                "fully_shard doesn't support scalar parameters. Change "
-                f"{name} to a 1D tensor with numel equal to 1."
-            )
-        placement = None if placement_of is None else placement_of(parameter)
-        if placement is None:
-            dims[parameter] = 0
-            continue
-        if not isinstance(placement, Shard):
-            raise ValueError(
-                f"Invalid shard_placement_fn result: {placement} (for {name}; it may return "
-                "Shard(dim), or None for Shard(0))"
-            )
-        dim = placement.dim + parameter.dim() if placement.dim < 0 else placement.dim
-        size = data_parallel.shard_size
-        if dim != 0 and parameter.shape[dim] % size:
-            raise NotImplementedError(
-                f"FSDP does not support uneven sharding on dim {dim}: {parameter.size()} (world "
-                f"size: {size}), parameter {name}"
-            )
-        dims[parameter] = dim
-    return dims
-
-
 def _pack(
     root: nn.Module, parameters: list[nn.Parameter], param_dtype: torch.dtype | None
 ) -> tuple[list[nn.Parameter], dict[nn.Parameter, Packing]]:
@@ -364,13 +356,6 @@ def _shards_itself(parameter: nn.Parameter) -> bool:
     except NotImplementedError:
         return parameter.requires_grad
     return True
-
-
-def _named(
-    root: nn.Module, parameters: Sequence[nn.Parameter]
-) -> Iterable[tuple[str, nn.Parameter]]:
-    places = find_locations(root, parameters)
-    return [(places[parameter][0].path, parameter) for parameter in parameters]
 
 
 def _handles(

@@ -14,6 +14,7 @@ from ..forward_method import ForwardMethod
 from ..fsdp import UnshardHandle
 from .communication import Communication
 from .module_unit import ModuleUnit, unit_of
+from .torchs_state import ModuleState
 
 __all__ = ["FSDPModule", "ReplicateModule", "share_comm_ctx"]
 
@@ -62,9 +63,10 @@ class FSDPModule:
             )
         of.restart()
         converted = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        for handle in of.unit.handles:
-            handle.write_back()
-        of.unit.forget_views()
+        for each in of.with_inner():
+            for handle in each.unit.handles:
+                handle.write_back()
+            each.unit.forget_views()
         return converted
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -86,8 +88,10 @@ class FSDPModule:
         """
         of = self._fullshard_module_unit
         schedule = of.schedule or of.start()
-        schedule.unshard(of.unit)
-        handle = UnshardHandle(schedule, of.unit)
+        units = [each.unit for each in of.with_inner()]
+        for unit in units:
+            schedule.unshard(unit)
+        handle = UnshardHandle(schedule, *units)
         if async_op:
             return handle
         handle.wait()
@@ -97,7 +101,8 @@ class FSDPModule:
         """Give this module's full parameters back; changes made to them since are kept."""
         of = self._fullshard_module_unit
         if of.schedule is not None:
-            of.schedule.reshard(of.unit)
+            for each in of.with_inner():
+                of.schedule.reshard(each.unit)
 
     def reset_iter_state(self) -> None:
         """Reshard all modules after a step that raised, and drop gradients not yet reduced.
@@ -128,7 +133,8 @@ class FSDPModule:
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by ``factor`` in place of the number of ranks."""
-        self._fullshard_module_unit.unit.reduction.set_divisor(factor)
+        for other in _units(self, recurse=False):
+            other.unit.reduction.set_divisor(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of :meth:`set_gradient_divide_factor`."""
@@ -157,7 +163,8 @@ class FSDPModule:
         Each call gets one flat tensor, when a backward has reduced it, on ``stream`` if one is
         given. On a CPU, and with copies of the shards on several ranks, ``stream`` is ignored.
         """
-        self._fullshard_module_unit.unit.reduction.set_after_reduce(hook, stream)
+        for other in _units(self, recurse=False):
+            other.unit.reduction.set_after_reduce(hook, stream)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Ask the backend for sums, which are then divided, even where it could compute means."""
@@ -194,19 +201,23 @@ class FSDPModule:
 
         ``comm.allocate`` gives the memory that it fills. None goes back to the engine's own.
         """
-        _communication_at_rest(self).gather_with(comm)
+        for communication in _communications_at_rest(self):
+            communication.gather_with(comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce-scatter by ``comm``, with the interface of torch's ``ReduceScatter``."""
-        _communication_at_rest(self).reduce_with(comm)
+        for communication in _communications_at_rest(self):
+            communication.reduce_with(comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Communicate in memory that the process group's backend allocates, if it can."""
-        _communication_at_rest(self).use_backends_memory(enable)
+        for communication in _communications_at_rest(self):
+            communication.use_backends_memory(enable)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """All-gather in memory that all ranks have mapped; over NCCL only."""
-        _communication_at_rest(self).use_symmetric_memory(backend)
+        for communication in _communications_at_rest(self):
+            communication.use_symmetric_memory(backend)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -243,7 +254,8 @@ class FSDPModule:
         Pass False for a module whose backward does not read them, such as an embedding. This is
         not checked: a backward that does read them finds tensors without memory.
         """
-        self._fullshard_module_unit.unit.unshard_in_backward(unshard_in_backward)
+        for other in _units(self, recurse=False):
+            other.unit.unshard_in_backward(unshard_in_backward)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept the setting without effect: the engine decides when the host waits."""
@@ -260,7 +272,8 @@ class FSDPModule:
         of = self._fullshard_module_unit
         of.backward_prefetch = _all_units(modules)
         chosen = [other.unit for other in of.backward_prefetch]
-        of.unit.prefetch_when_reached(chosen or None)
+        for each in of.with_inner():
+            each.unit.prefetch_when_reached(chosen or None)
 
     def _register_forward_method(self, method_name: str) -> None:
         """Let calls of a method run with the module's full parameters in place."""
@@ -269,8 +282,8 @@ class FSDPModule:
             raise ValueError(f"{type(self)} does not have a method {method_name}")
         setattr(self, method_name, ForwardMethod(self._fullshard_module_unit, method))
 
-    def _get_fsdp_state(self) -> ModuleUnit:
-        return self._fullshard_module_unit
+    def _get_fsdp_state(self) -> ModuleState:
+        return self._fullshard_module_unit.state
 
 
 class ReplicateModule(FSDPModule):
@@ -281,11 +294,11 @@ class ReplicateModule(FSDPModule):
     _fullshard_prefix = "Replicate"
 
 
-def _communication_at_rest(module: FSDPModule) -> Communication:
-    """The communication settings of a module's unit, which must be sharded."""
+def _communications_at_rest(module: FSDPModule) -> list[Communication]:
+    """The communication settings of a module's units, which must be sharded."""
     of = module._fullshard_module_unit
     of.restart()
-    return of.communication
+    return [each.communication for each in of.with_inner()]
 
 
 def _all_units(modules: Iterable[Any]) -> list[ModuleUnit]:
@@ -293,16 +306,15 @@ def _all_units(modules: Iterable[Any]) -> list[ModuleUnit]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
-        found.append(module._fullshard_module_unit)
+        found += module._fullshard_module_unit.with_inner()
     return found
 
 
 def _units(module: Any, recurse: bool) -> list[ModuleUnit]:
-    """The unit of ``module`` and, with ``recurse``, those of modules below it; each once."""
-    if not recurse:
-        return [module._fullshard_module_unit]
-    found = (unit_of(submodule) for submodule in module.modules())
-    return list(dict.fromkeys(unit for unit in found if unit is not None))
+    """The units of ``module`` and, with ``recurse``, those of modules below it; each once."""
+    found = map(unit_of, module.modules()) if recurse else [module._fullshard_module_unit]
+    units = dict.fromkeys(unit for unit in found if unit is not None)
+    return [each for unit in units for each in unit.with_inner()]
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

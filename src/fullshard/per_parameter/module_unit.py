@@ -1,12 +1,14 @@
 """The unit behind each module that ``fully_shard`` was applied to, and its forward.
 
 The engine does the work; this runs a module's forward as a forward of its unit, and makes the
-outermost module that is called the root of all units below it.
+outermost module that is called the root of all units below it. A module whose parameters are shared
+over several meshes has a unit for each; they run one inside the other.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ from ..engine.runtime.precision import cast_floating, move
 from ..engine.runtime.unit import Unit
 from ..engine.runtime.untraced import untraced, untraced_itself
 from .communication import Communication
+from .torchs_state import ModuleState
 
 if TYPE_CHECKING:
     from .meshes import DataParallelMesh
@@ -30,7 +33,10 @@ if TYPE_CHECKING:
 
 
 class ModuleUnit:
-    """The unit of one module, or of several that were given to ``fully_shard`` together."""
+    """The unit of one module, or of several that were given to ``fully_shard`` together.
+
+    ``inner`` is that of the same modules' parameters on another mesh.
+    """
 
     def __init__(
         self,
@@ -40,11 +46,14 @@ class ModuleUnit:
         reshard_after_forward: bool | None,
         mesh: DataParallelMesh,
         few: FewRanks | None = None,
+        inner: ModuleUnit | None = None,
     ) -> None:
         if few is not None:
             unit.keep_parts(few)
         self.unit = unit
         self.modules = modules
+        self.inner = inner
+        self._mesh = mesh
         self.precision = precision
         self.is_hybrid = mesh.is_hybrid
         #: What was asked for; if that is None, decided when the outermost module is known.
@@ -52,7 +61,10 @@ class ModuleUnit:
         self.schedule: Schedule | None = None
         self.is_root: bool | None = None
         self.communication = Communication(unit, mesh.ranks)
+        self.state = ModuleState(self)
         self._gather_after: Any = None
+        #: Parameters that another unit sharded before this one, by name, and that unit.
+        self._other_users: dict[str, weakref.ref[ModuleUnit]] = {}
         #: What the user had prefetched when this unit's forward, or backward, begins.
         self.forward_prefetch: list[ModuleUnit] = []
         self.backward_prefetch: list[ModuleUnit] = []
@@ -73,7 +85,11 @@ class ModuleUnit:
             call = schedule.begin_forward(unit, False, (args, kwargs))
             if self.forward_prefetch:
                 self._prefetch(schedule)
-            output = schedule.end_forward(unit, function(*args, **kwargs), call)
+            if self.inner is None:
+                output = function(*args, **kwargs)
+            else:
+                output = self.inner._run(function, args, kwargs)
+            output = schedule.end_forward(unit, output, call)
         except BaseException as error:
             self._abandon(schedule, depth, error, (args, kwargs))
             raise
@@ -111,7 +127,19 @@ class ModuleUnit:
         schedule.abandon(self.unit, depth)
         note_places(error, self.unit, inputs)
 
+    def note_other_user(self, name: str, other: weakref.ref[ModuleUnit] | None) -> None:
+        """Remember that the parameter was sharded by another unit as well, if it was."""
+        if other is not None:
+            self._other_users[name] = other
+
     # -- the root -----------------------------------------------------------------------------
+
+    def with_inner(self) -> Iterator[ModuleUnit]:
+        """The units of the same modules: this one, and those inside of it."""
+        found: ModuleUnit | None = self
+        while found is not None:
+            yield found
+            found = found.inner
 
     def below(self) -> Iterator[tuple[str, ModuleUnit]]:
         """This unit and those of modules below its own, each once, with their paths."""
@@ -120,8 +148,9 @@ class ModuleUnit:
             for path, submodule in module.named_modules():
                 found = unit_of(submodule)
                 if found is not None and found not in seen:
-                    seen.add(found)
-                    yield path, found
+                    for each in found.with_inner():
+                        seen.add(each)
+                        yield path, each
 
     @untraced
     def start(self) -> Schedule:
@@ -129,19 +158,37 @@ class ModuleUnit:
         everything = list(self.below())
         for _, other in everything:
             other.restart()
+        outermost = {*self.with_inner()}
+        of_modules = {unit_of(other.modules[0]) for _, other in everything}
         for path, other in everything:
             name = clean_tensor_name(f"{path}.")[:-1] if path else ""
-            other.unit.start_training(name or f"(root) {type(other.modules[0]).__name__}", {})
+            name = name or f"(root) {type(other.modules[0]).__name__}"
+            if other not in of_modules:
+                name += f" over {other._mesh.mesh.mesh_dim_names or tuple(other._mesh.mesh.shape)}"
+            other.unit.start_training(name, {})
+            other._check_unshared(path, everything)
             check_materialized(other)
         units = [other.unit for _, other in everything]
         check_one_device(unit for unit in units if unit.handles)
         for _, other in everything:
-            other.is_root = other is self
+            other.is_root = other in outermost
             other._settle_strategy()
         schedule = Schedule(self.unit, units)
         for _, other in everything:
             other.schedule = schedule
         return schedule
+
+    def _check_unshared(self, path: str, everything: list[tuple[str, ModuleUnit]]) -> None:
+        """Refuse (ValueError) parameters that two units of a model would each train by itself."""
+        units = {other for _, other in everything}
+        for name, other in self._other_users.items():
+            if other() in units:
+                full = clean_tensor_name(f"{path}.{name}" if path else name)
+                raise ValueError(
+                    f"Parameter {full!r} is shared with a parameter already managed by another "
+                    "FSDP group. For shared/tied parameters, use "
+                    "fully_shard([module_a, module_b]) to place them in the same FSDP group."
+                )
 
     # -- options ------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .fully_shard import Application
+from .fully_shard import Application, state_of
 from .meshes import mesh_of_copies
 from .module import ReplicateModule
 from .policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
@@ -46,3 +46,6 @@ def replicate(
         offload=offload_policy,
         ignored=frozenset(ignored_params or ()),
     ).to(module)
+
+
+replicate.state = state_of  # type: ignore[attr-defined]

@@ -346,6 +346,17 @@ class Backward:
         if self._joining is not None:
             self._joining.note_gradients()
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """True if units that synchronize gradients have some that are not reduced."""
+        return any(unit.syncs_gradients for unit in self._with_local_gradients)
+
+    def reduce_kept(self) -> None:
+        """Reduce, after a backward, what it and others before it kept."""
+        with torch.no_grad():
+            reduced = self._finish_reduces()
+        run_hooks_of_all(reduced)
+
     def _finish_reduces(self) -> list[Reduction]:
         """Have all gradients where the optimizer looks; returns what reduced them."""
         if self._pending:

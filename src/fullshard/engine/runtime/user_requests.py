@@ -26,6 +26,7 @@ class UserRequests:
     _backward: Backward
     #: The event after which the next pass may all-gather, if the user named one.
     _stepped: Any
+    root: Unit
 
     if TYPE_CHECKING:
 
@@ -84,3 +85,19 @@ class UserRequests:
             self._unsharded.keep_changes_and_reshard(unit)
             if self.is_idle:
                 self._streams.settle()
+
+    def reduce_kept(self) -> None:
+        """Reduce the gradients that backwards kept, of units that synchronize gradients again.
+
+        Reshards what backwards left unsharded, unless it is to stay. To be called by all ranks,
+        between passes; does nothing where nothing is kept.
+        """
+        if not self._backward.keeps_gradients:
+            return
+        unit = self.root
+        unit.shards.begin_pass("reduce", unit.name)
+        self._backward.reduce_kept()
+        for other in self._unsharded.all():
+            if not other.stays_between_passes:
+                self._unsharded.keep_changes_and_reshard(other)
+        self._streams.settle()

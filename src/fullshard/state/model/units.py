@@ -1,7 +1,8 @@
 """The units of a model, whichever way it was sharded: by wrappers, or in place by ``fully_shard``.
 
 A wrapper is its unit's module. What ``fully_shard`` was applied to keeps the module's own names, so
-its unit is found behind one attribute, and several modules may share one.
+its unit is found behind one attribute, and several modules may share one. A module whose parameters
+are shared over several meshes has a unit for each.
 """
 
 from __future__ import annotations
@@ -17,16 +18,15 @@ from ...wrap import is_unit
 from ...wrap.marker import IN_PLACE_ATTRIBUTE as _IN_PLACE
 
 
-def unit_of(module: Any) -> Unit:
-    """The unit of a wrapper, or of a module that ``fully_shard`` was applied to."""
+def units_of(module: Any) -> list[Unit]:
+    """The unit of a wrapper, or those of a module that ``fully_shard`` was applied to."""
     in_place = vars(module).get(_IN_PLACE)
-    unit: Unit = module._unit if in_place is None else in_place.unit
-    return unit
+    return [module._unit] if in_place is None else [each.unit for each in in_place.with_inner()]
 
 
 def units_in(model: nn.Module) -> list[Unit]:
     """All units of ``model``, each once, outer ones first."""
-    return list(dict.fromkeys(map(unit_of, _unit_modules(model))))
+    return list(dict.fromkeys(u for module in _unit_modules(model) for u in units_of(module)))
 
 
 def steps_of(model: nn.Module, *, recurse: bool = True) -> list[tuple[Unit, Schedule | None]]:
@@ -41,7 +41,7 @@ def steps_of(model: nn.Module, *, recurse: bool = True) -> list[tuple[Unit, Sche
             _start(module)
         inside.update(module.modules())
     chosen = modules if recurse else [module for module in modules if module is model]
-    return list({unit_of(module): _schedule_of(module) for module in chosen}.items())
+    return list({u: _schedule_of(module) for module in chosen for u in units_of(module)}.items())
 
 
 def _unit_modules(model: nn.Module) -> Iterator[Any]:
