@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 
 import fullshard
 from fullshard import Communication, FullyShardedDataParallel, ShardingStrategy
@@ -110,3 +112,27 @@ def step_alone(model: nn.Module, ranks: int, step: int = 0) -> list[dict[str, to
         loss_of(model, step, rank).backward()
         found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
     return found
+
+
+def assert_uneven_batches_train_as_one_process(model: Any, batches: Sequence[int]) -> None:
+    """Train ``model``, which :func:`build` made, on so many batches on each rank, inside Join."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    with Join([model], optimizer=optimizer):
+        for step in range(batches[dist.get_rank()]):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    expected, before = build(), build()
+    reference = torch.optim.SGD(expected.parameters(), lr=1e-3)
+    for step in range(max(batches)):
+        active = [rank for rank, count in enumerate(batches) if step < count]
+        losses = torch.stack([loss_of(expected, step, rank) for rank in active])
+        (losses.sum() / len(batches)).backward()
+        reference.step()
+        reference.zero_grad()
+    for name, parameter in parameters_of(model).items():
+        exact = expected.get_parameter(name)
+        change = (exact - before.get_parameter(name)).norm()
+        assert (parameter.view_as(exact) - exact).norm() < 0.05 * change + 1e-6, name

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.engine.encoded import assert_uneven_batches_train_as_one_process, build, shard
 from tests.engine.models import NestedLinears, make
 from tests.engine.parity import adam, train, train_alone
 from torch import nn
@@ -166,6 +167,21 @@ def test_training_on_two_hosts_is_that_of_the_bare_model(strategy: str) -> None:
     assert isinstance(group, GlooGroup)
     assert group._across is not None
     found.assert_close(expected, strategy, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@ranks(4)
+def test_ranks_that_run_out_of_data_follow_those_of_their_host(strategy: str) -> None:
+    os.environ[HOST_VARIABLE] = "aabb"[dist.get_rank()]
+    model = shard(
+        "wrapper",
+        build(),
+        None,
+        process_group=dist.new_group(),
+        sharding_strategy=ShardingStrategy[strategy],
+    )
+
+    assert_uneven_batches_train_as_one_process(model, (3, 1, 0, 2))
 
 
 @ranks(4)

@@ -149,31 +149,62 @@ def test_bytes_are_one_for_each_number_and_four_for_each_block(numel: int, block
     assert nbytes % 16 == 0
 
 
-@pytest.mark.skipif(not kernels.serve(torch.empty(0, device=device())), reason="needs Triton")
-@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("numel", "block"), [(1, 16), (1000, 48), (4096, 256), (100_003, 256)])
+def _kernels_serve(dtype: torch.dtype) -> bool:
+    """Whether there are kernels here: on a GPU, or on a host with ``TRITON_INTERPRET=1``."""
+    return kernels.serve(torch.empty(0, device=device()), dtype, 256)
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("numel", "block"), [(1, 16), (1000, 48), (4096, 256), (100_003, 256), (5000, 1000)]
+)
 def test_kernels_compute_what_torchs_operations_do(
-    kept: torch.dtype, numel: int, block: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, kept: torch.dtype, numel: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoding, rows = BlockEncoding(torch.int8, block), _numbers(3, numel, 1.0, 0)
+    if not _kernels_serve(dtype):
+        pytest.skip("needs Triton, and a GPU or TRITON_INTERPRET=1")
+    encoding, rows = BlockEncoding(dtype, block), _numbers(3, numel, 1.0, 0).to(kept)
     if numel > 300:
-        rows[1, 70], rows[2, 170] = math.nan, math.inf
+        rows[1, 70], rows[2, 170], rows[2, 300] = math.nan, math.inf, -math.inf
+        # Blocks of zeros, of halves between codes, and of what has no inverse.
+        rows[0, : 2 * block] = 0.0
+        rows[0, 2 * block : 3 * block] = torch.arange(block, device=rows.device) % 16 + 0.5
+        rows[0, 2 * block] = encoding.largest_code
+        rows[1, 2 * block : 3 * block] = 1e-44
     total = torch.zeros(numel, device=rows.device)
     encoded = torch.empty(3, encoding.nbytes(numel), dtype=torch.uint8, device=rows.device)
     encoding.encode(rows, encoded)
     by_kernels = _round_trip(encoding, rows, kept)
     encoding.add(encoded, total)
 
-    monkeypatch.setattr(kernels, "serve", lambda tensor: False)
+    monkeypatch.setattr(kernels, "serve", lambda *_: False)
+    encoded_by_operations = torch.empty_like(encoded)
+    encoding.encode(rows, encoded_by_operations)
     by_operations = _round_trip(encoding, rows, kept)
     expected = torch.zeros_like(total)
-    encoding.add(encoded, expected)
+    encoding.add(encoded_by_operations, expected)
 
+    scales, others = (encoding.scales_of(e, numel) for e in (encoded, encoded_by_operations))
+    torch.testing.assert_close(scales, others, rtol=0, atol=0, equal_nan=True)
     # A quotient may be rounded to the next code where it lies between two.
-    step = _largest_of_blocks(rows, block) / 120
+    steps = _largest_of_blocks(rows, block) / (120 if dtype is torch.int8 else 14)
     finite = by_operations.isfinite()
     assert torch.equal(finite, by_kernels.isfinite())
     off = (by_kernels.float() - by_operations.float()).abs()
-    assert bool((off[finite] <= step[finite]).all())
-    assert (off[finite] != 0).float().mean() < 0.01
+    assert bool((off[finite] <= steps[finite]).all())
+    rounding = torch.finfo(kept).eps * by_operations.float().abs()
+    assert (off[finite] > rounding[finite]).float().mean() < 0.01
     assert torch.equal(total.isfinite(), expected.isfinite())
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+@pytest.mark.parametrize(("numel", "block"), [(20_000, 10_000), (100, 10**9)])
+def test_blocks_of_any_size_are_encoded(dtype: torch.dtype, numel: int, block: int) -> None:
+    rows = _numbers(2, numel, 1.0, 3)
+
+    decoded = _round_trip(BlockEncoding(dtype, block), rows, torch.float32)
+
+    largest = _largest_of_blocks(rows, block)
+    part = 1 / 254 if dtype is torch.int8 else 1 / 16
+    assert bool(((decoded - rows).abs() <= largest * (part + 2**-20)).all())

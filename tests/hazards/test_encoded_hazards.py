@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.engine.encoded import (
     APIS,
     INT8,
     Block,
+    assert_uneven_batches_train_as_one_process,
     build,
     gradients_of,
     loss_of,
@@ -21,7 +23,6 @@ from tests.engine.encoded import (
     step_alone,
 )
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -30,6 +31,7 @@ from torch.distributed.tensor.parallel import (
 
 import fullshard
 from fullshard import Communication, FullyShardedDataParallel, ShardingStrategy
+from fullshard.engine.comm.hosts import HOST_VARIABLE
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -127,26 +129,19 @@ def test_hooks_of_the_users_own_reduce_in_place_of_encodings() -> None:
 @ranks(2)
 def test_ranks_that_run_out_of_data_follow_encoded_steps(batches: tuple[int, int]) -> None:
     model = shard("wrapper", build(), INT8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
-    with Join([model], optimizer=optimizer):
-        for step in range(batches[dist.get_rank()]):
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    assert_uneven_batches_train_as_one_process(model, batches)
 
-    expected = build()
-    reference = torch.optim.SGD(expected.parameters(), lr=1e-3)
-    for step in range(max(batches)):
-        active = [rank for rank, count in enumerate(batches) if step < count]
-        (sum(loss_of(expected, step, rank) for rank in active) / 2).backward()
-        reference.step()
-        reference.zero_grad()
-    changes = dict(build().named_parameters())
-    for name, parameter in parameters_of(model).items():
-        exact, before = expected.get_parameter(name), changes[name]
-        change = (exact - before).norm()
-        assert (parameter.view_as(exact) - exact).norm() < 0.05 * change + 1e-6, name
+
+@pytest.mark.parametrize("hosts", ["aaaa", "aabb"])
+@ranks(4)
+def test_ranks_that_run_out_of_data_keep_second_shards_as_the_others_do(hosts: str) -> None:
+    os.environ[HOST_VARIABLE] = hosts[dist.get_rank()]
+    try:
+        model = shard("wrapper", build(), ALL, process_group=dist.new_group())
+        assert_uneven_batches_train_as_one_process(model, (3, 1, 0, 2))
+    finally:
+        del os.environ[HOST_VARIABLE]
 
 
 class Wide(nn.Module):

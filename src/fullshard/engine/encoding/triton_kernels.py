@@ -1,4 +1,10 @@
-"""Triton programs of the block encoding of int8; imported by ``kernels.py``, where Triton is."""
+"""Triton programs of the block encodings; imported by ``kernels.py``, where Triton is.
+
+Note: several blocks in a program
+    A program has ``BLOCKS`` blocks, side by side, each in ``WIDTH`` places: the power of two that
+    covers it. So a warp has whole blocks, finds their largest number without the other warps, and
+    loads and stores as much at a time as it can.
+"""
 
 # mypy: ignore-errors
 # Triton compiles these functions from their source, and their arguments are no Python values.
@@ -10,6 +16,26 @@ import triton.language as tl
 
 #: The smallest normal float32: scales below it are taken for zero, as their inverse overflows.
 _TINY = tl.constexpr(1.1754943508222875e-38)
+#: Added to a number below 2^22 and taken away again, leaves the nearest whole one, halves to even.
+_NO_FRACTION = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def _larger(first, second):
+    """The larger number, or NaN if one of them is."""
+    return tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _places(numel, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
+    """This program's blocks, and which of them there are; then the same of their numbers."""
+    blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = tl.arange(0, WIDTH)[None, :]
+    at = blocks[:, None] * BLOCK + inside
+    used = at < numel
+    if WIDTH != BLOCK:
+        used = used & (inside < BLOCK)
+    return blocks, blocks * BLOCK < numel, at, used
 
 
 @triton.jit
@@ -21,26 +47,25 @@ def encode(
     rows_stride,
     codes_stride,
     scales_stride,
+    LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """Write the codes and the scale of one block."""
-    block = tl.program_id(0).to(tl.int64)
+    """Write the codes and the scales of blocks."""
+    blocks, there, at, used = _places(numel, BLOCK, WIDTH, BLOCKS)
     row = tl.program_id(1).to(tl.int64)
-    inside = tl.arange(0, WIDTH)
-    at = block * BLOCK + inside
-    used = (inside < BLOCK) & (at < numel)
     values = tl.load(rows + row * rows_stride + at, mask=used, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(values), axis=0)
-    # A maximum may leave NaN out; a sum does not.
-    nan = tl.sum(tl.where(values != values, 1, 0), axis=0) > 0
-    scale = tl.where(nan, float("nan"), largest / 127.0)
+    scale = tl.div_rn(tl.reduce(tl.abs(values), 1, _larger), LARGEST)
+    # Not a NaN, which is not smaller than anything.
     scale = tl.where(scale < _TINY, 0.0, scale)
-    inverse = tl.where(scale == 0.0, 0.0, 1.0 / scale)
-    # To the nearest, halves to even: adding and taking away 1.5 * 2^23 leaves no fraction.
-    rounded = (values * inverse + 12582912.0) - 12582912.0
-    tl.store(codes + row * codes_stride + at, rounded.to(tl.int8), mask=used)
-    tl.store(scales + row * scales_stride + block, scale)
+    inverse = tl.where(scale == 0.0, 0.0, tl.div_rn(1.0, scale))
+    scaled = values * inverse[:, None]
+    if codes.dtype.element_ty == tl.int8:
+        scaled = (scaled + _NO_FRACTION) - _NO_FRACTION
+    encoded = scaled.to(codes.dtype.element_ty)
+    tl.store(codes + row * codes_stride + at, encoded, mask=used)
+    tl.store(scales + row * scales_stride + blocks, scale, mask=there)
 
 
 @triton.jit
@@ -54,16 +79,14 @@ def decode(
     rows_stride,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """Write the numbers of one block."""
-    block = tl.program_id(0).to(tl.int64)
+    """Write the numbers of blocks."""
+    blocks, there, at, used = _places(numel, BLOCK, WIDTH, BLOCKS)
     row = tl.program_id(1).to(tl.int64)
-    inside = tl.arange(0, WIDTH)
-    at = block * BLOCK + inside
-    used = (inside < BLOCK) & (at < numel)
-    values = tl.load(codes + row * codes_stride + at, mask=used, other=0.0).to(tl.float32)
-    scale = tl.load(scales + row * scales_stride + block)
-    tl.store(rows + row * rows_stride + at, (values * scale).to(rows.dtype.element_ty), mask=used)
+    scale = tl.load(scales + row * scales_stride + blocks, mask=there, other=0.0)
+    values = tl.load(codes + row * codes_stride + at, mask=used).to(tl.float32) * scale[:, None]
+    tl.store(rows + row * rows_stride + at, values.to(rows.dtype.element_ty), mask=used)
 
 
 @triton.jit
@@ -77,15 +100,14 @@ def add(
     scales_stride,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """Add the numbers of one block, of all rows, to the total."""
-    block = tl.program_id(0).to(tl.int64)
-    inside = tl.arange(0, WIDTH)
-    at = block * BLOCK + inside
-    used = (inside < BLOCK) & (at < numel)
+    """Add the numbers of blocks, of all rows, to the total."""
+    blocks, there, at, used = _places(numel, BLOCK, WIDTH, BLOCKS)
     sums = tl.load(total + at, mask=used, other=0.0).to(tl.float32)
-    for row in range(count):
-        first = tl.cast(row, tl.int64)
-        values = tl.load(codes + first * codes_stride + at, mask=used, other=0.0).to(tl.float32)
-        sums += values * tl.load(scales + first * scales_stride + block)
+    for index in range(count):
+        row = tl.cast(index, tl.int64)
+        scale = tl.load(scales + row * scales_stride + blocks, mask=there, other=0.0)
+        values = tl.load(codes + row * codes_stride + at, mask=used)
+        sums += values.to(tl.float32) * scale[:, None]
     tl.store(total + at, sums.to(total.dtype.element_ty), mask=used)

@@ -1,4 +1,11 @@
-"""A rank without data follows the others' step: it lends its shards and takes its gradients."""
+"""A rank without data follows the others' step: it lends its shards and takes its gradients.
+
+Note: waits are followed, too
+    Between hosts, a rank passes on to its neighbours what it received when it waits for an
+    all-gather (``across_hosts.py``), and its neighbours wait for that. So a rank without data waits
+    where the others do: one that waited at once would wait for a neighbour that first reduces, with
+    it. It keeps parts of full parameters where the others do, from which their backward gathers.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +43,9 @@ class Follower:
             unit.write_back()
         try:
             joining.hear_step(self._do)
+            for unit in self._schedule.units:
+                # What others keep from step to step.
+                unit.reshard()
         finally:
             # Of a backward that did not come to its end.
             for unit in self._reduced:
@@ -53,8 +63,18 @@ class Follower:
         elif word.verb == "run":
             unit.agree_to_run()
         elif word.verb == "gather":
-            unit.start_unshard(word.detail)
             unit.reshard()
+            unit.start_unshard(word.detail)
+        elif word.verb == "await":
+            unit.finish_unshard()
+            if unit.parts is None:
+                unit.reshard()
+        elif word.verb == "keep parts":
+            unit.reshard_to_parts()
+        elif word.verb == "reshard":
+            unit.reshard()
+        elif word.verb == "drop parts":
+            unit.drop_parts()
         elif word.verb == "reduce":
             self._reduced[unit] = None
             with torch.no_grad():

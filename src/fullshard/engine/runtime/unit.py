@@ -134,6 +134,8 @@ class Unit(UnitBase):
         """Make the full buffers usable by compute."""
         if self.state is not State.UNSHARDING:
             return
+        if self.joining is not None:
+            self.joining.tell("await", self)
         if self._copies_shards or self._copies_out:
             with self.streams.on_gather():
                 self._wait()
@@ -143,7 +145,8 @@ class Unit(UnitBase):
                     self.streams.gather_may_write()
                     self._copy_out()
             self.streams.compute_after_gather()
-            self.drop_parts()
+            if self.parts is not None:
+                self.parts.drop()
         elif self._all_gathers:
             # Orders compute behind the collective, which was itself ordered behind its inputs.
             self._wait()
@@ -181,6 +184,8 @@ class Unit(UnitBase):
                 self._all_gathers = []
             else:
                 self.finish_unshard()
+        if self.joining is not None and self.parts is not None:
+            self.joining.tell("reshard", self)
         buffers, self.full_buffers = self.full_buffers, []
         self.state = State.SHARDED
         if self.streams.runs_ahead:
@@ -192,13 +197,17 @@ class Unit(UnitBase):
     def reshard_to_parts(self, late: bool = False) -> None:
         """Keep this rank's part of the full parameters, which a few ranks share, and reshard."""
         if self.state is State.UNSHARDED and self.parts is not None:
+            if self.joining is not None:
+                self.joining.tell("keep parts", self)
             self.parts.keep(self.full_buffers)
             self.shows_full, self._shown = False, []
         self.reshard(late)
 
     def drop_parts(self) -> None:
         """Forget what a forward has left to a few ranks: parameters may have changed since."""
-        if self.parts is not None:
+        if self.parts is not None and self.parts.held:
+            if self.joining is not None:
+                self.joining.tell("drop parts", self)
             self.parts.drop()
 
     # -- agreeing with other ranks --------------------------------------------------------------
