@@ -87,6 +87,10 @@ class WholeOptimizer(torch.optim.Optimizer):
         self._twins = Twins(make, parameters)
         self._rounds = list(_rounds_of(parameters, self._twins, cost))
         self._twins.forget_model()
+        ones: dict[Any, WholeParameter] = {}
+        for each in parameters:
+            ones.setdefault(each.handle, each)
+        self._one_of_each_unit = list(ones.values())
         #: The optimizer of all parameters that were not chosen.
         self.rest: torch.optim.Optimizer | None = None
         if others:
@@ -126,8 +130,19 @@ class WholeOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        # torch's constructor sets it; there is nothing in it yet.
-        pass
+        if not self._is_complete:
+            # torch's constructor sets it; there is nothing in it yet.
+            return
+        if value:
+            raise RuntimeError(
+                "The state of an optimizer of whole tensors is on the owners of parameters, and "
+                "cannot be replaced by other state. Pass what state_dict() returns to "
+                "load_state_dict(), or assign {}, for no state"
+            )
+        self._twins.forget_states()
+        if self.rest is not None:
+            self.rest.state = defaultdict(dict)
+        self._has_stepped = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not possible: owners are chosen for all parameters together."""
@@ -153,6 +168,8 @@ class WholeOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for each in self._one_of_each_unit:
+            each.check()
         with torch.no_grad():
             self._twins.tell()
             self._run_rounds()
@@ -185,14 +202,25 @@ class WholeOptimizer(torch.optim.Optimizer):
         of the parameter has all other values. ``FSDP.optim_state_dict``, ``fullshard.save`` and
         ``torch.distributed.checkpoint`` make of it what they make of any optimizer's.
         """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         self._twins.tell()
-        return saved_state_dict(self._twins, self._rounds, self.rest)
+        found = saved_state_dict(self._twins, self._rounds, self.rest)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            replaced = after(self, found)
+            found = found if replaced is None else replaced
+        return found
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load what :meth:`state_dict` returns, from any number of ranks; all ranks call this."""
-        load_state_dict(self._twins, self._rounds, self.rest, state_dict)
+        given = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = before(self, given)
+            given = given if replaced is None else replaced
+        self._has_stepped = load_state_dict(self._twins, self._rounds, self.rest, given)
         self._show_groups()
-        self._has_stepped = True
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
 
 def _with_owners(chosen: list[Found], cost: Cost | None) -> list[WholeParameter]:

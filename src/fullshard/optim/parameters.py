@@ -3,8 +3,8 @@
 Note: stand-ins
     The optimizer that steps whole tensors is made with a stand-in for each of them, on all ranks: a
     parameter of the whole shape whose storage has no memory. On a parameter's owner, the stand-in
-    has the whole tensor and its gradient while a step lasts. On other ranks it never has a
-    gradient, so the optimizer makes no state for it.
+    has the whole tensor and its gradient while a step lasts, and the optimizer steps it. On other
+    ranks no optimizer has it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ..engine.params.tensor_parallel import is_distributed, local_part
 from ..state.model.gathering import in_buffer_order
 from .routes import Parcel
 from .selection import Found
+from .unread import unreadable
 
 
 class WholeParameter:
@@ -36,9 +37,11 @@ class WholeParameter:
         self.is_mine = owner == self.group.rank
         self.device = found.unit.device
         self.dtype = found.handle.dtypes.shard
+        self._made_for = (self.dtype, found.handle.device)
         self.shape = tuple(found.shape)
         self.numel = math.prod(self.shape)
-        self._handle = found.handle
+        #: What has the parameter, with others of its unit.
+        self.handle = found.handle
         self._slot: Slot = found.handle.layout.slots[found.index]
         layout, index = found.handle.layout, found.index
         self.parcel = Parcel(owner, found.sizes, found.handle.is_sharded)
@@ -48,14 +51,21 @@ class WholeParameter:
         self._stride = self._slot.stride
         empty = torch.empty_strided(self.shape, self._stride, dtype=self.dtype, device=self.device)
         empty.untyped_storage().resize_(0)
-        self._empty = empty
         self.stand_in = nn.Parameter(empty)
         self.stand_in.fqn = self.name  # type: ignore[attr-defined]
+
+    def note_made(self) -> None:
+        """The optimizer is made, and has no more need of a stand-in with the parameter's strides.
+
+        To read the memory that there is not would end the process.
+        """
+        self._nothing = unreadable(self.shape, self.dtype, self.device)
+        self.stand_in.data = self._nothing
 
     @property
     def is_cut_in_rows(self) -> bool:
         """True if users see a DTensor."""
-        return isinstance(self._handle, RowHandle)
+        return isinstance(self.handle, RowHandle)
 
     # -- pieces -------------------------------------------------------------------------------
 
@@ -66,14 +76,22 @@ class WholeParameter:
     def gradient(self) -> torch.Tensor | None:
         """This rank's piece of the gradient, flat; None if there is none."""
         found = self.parameter.grad
-        if found is None:
-            return None
-        if self._handle.local_gradients:
+        return None if found is None else self._flat(local_part(found).detach())
+
+    def check(self) -> None:
+        """Raise for what is so of all of its unit's parameters, and on all ranks."""
+        if self.handle.keeps_local_gradients:
             raise RuntimeError(
                 f"The gradient of {self.name} is not reduced over the ranks yet, since the last "
                 "backward was inside no_sync(). Step after a backward outside of it"
             )
-        return self._flat(local_part(found).detach())
+        dtype, device = self.handle.dtypes.shard, self.handle.device
+        if (dtype, device) != self._made_for:
+            raise RuntimeError(
+                f"The optimizer of whole tensors was made when parameter {self.name} was "
+                f"{self._made_for[0]} on {self._made_for[1]}, and it is {dtype} on {device} now. "
+                "Make the optimizer after the model has been moved or converted"
+            )
 
     def _flat(self, piece: torch.Tensor) -> torch.Tensor:
         if piece.dim() == 1:
@@ -144,5 +162,5 @@ class WholeParameter:
         """The stepped parameter, flat; its stand-in has no memory afterwards."""
         flat = self.pieces_of(self.stand_in.data)
         self.stand_in.grad = None
-        self.stand_in.data = self._empty
+        self.stand_in.data = self._nothing
         return flat

@@ -52,6 +52,9 @@ class Round:
 
     def start(self) -> None:
         """Begin to send pieces of parameters and gradients to the owners."""
+        if self._travelling is not None:
+            # The last step ended with an exception.
+            self._pending()
         held = [each for each in self.parameters if each.holds_piece]
         pieces = {each: each.piece() for each in held}
         gradients = {each: each.gradient() for each in held}

@@ -7,59 +7,38 @@ Note: one format
     into the unwrapped model's, or saves it, does so with this one. Owners at loading may be others
     than at saving.
 
-    An entry is cut if it is a tensor of the parameter's shape under all parameters that have it. A
-    value that is a dict or a list is never cut. Tensors of another class are saved as the plain
-    tensors inside them (``tensor_classes.py``).
+    ``sending.py`` says what is cut. Tensors of another class are saved as the plain tensors inside
+    them (``tensor_classes.py``).
 """
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ..engine.comm.collectives import Group
 from ..state.optim.consensus import ALL_UNITS, copied
-from . import routes
 from .parameters import WholeParameter
-from .rounds import Round, arranged, joined
+from .rounds import Round
+from .sending import (
+    Cut,
+    Facts,
+    Sent,
+    States,
+    broadcast,
+    by_group,
+    cut_entries,
+    cut_everywhere,
+    fact,
+    pieces_from_owners,
+    wholes_at_owners,
+)
 from .tensor_classes import put_together, taken_apart
 from .twins import Twins
-
-#: The state of each parameter that a rank has.
-States = dict[WholeParameter, dict[str, Any]]
-
-#: Tensors of up to so many elements are sent with the facts about them.
-_FEW = 64
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Sent:
-    """In place of a tensor that its owner sends: its shape, dtype, and whether it is on a host.
-
-    A tensor of a few elements is sent inside it, in host memory, because device numbers differ
-    between ranks.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    on_host: bool
-    few: torch.Tensor | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Cut:
-    """In place of a tensor that is cut into pieces."""
-
-    dtype: torch.dtype
-
-
-#: For each parameter with state, by its place among those of a process group: its entries.
-_Facts = dict[int, dict[str, Any]]
-
 
 # -- saving ---------------------------------------------------------------------------------------
 
@@ -71,18 +50,22 @@ def saved_state_dict(
     owned = _owned_states(rounds)
     found: States = {}
     with torch.no_grad():
-        for group, members in _by_group(rounds):
+        for group, members in by_group(rounds):
             found.update(_spread(group, members, owned))
-    state: dict[int, Any] = {
+    state: dict[Any, Any] = {
         position: found[parameter]
         for position, parameter in enumerate(twins.parameters)
         if parameter in found
     }
+    state.update(copied(_of_no_parameter(rounds[0].optimizer.state)))
     options = [dict(each) for each in twins.shown]
     count = len(twins.parameters)
     if rest is not None:
         saved = rest.state_dict()
-        state.update((count + position, value) for position, value in saved["state"].items())
+        state.update(
+            (count + key if isinstance(key, int) else key, value)
+            for key, value in saved["state"].items()
+        )
         options += saved["param_groups"]
     following = 0
     for each in options:
@@ -90,6 +73,14 @@ def saved_state_dict(
         each["params"] = list(range(following, following + size))
         following += size
     return {"state": state, "param_groups": options}
+
+
+def _of_no_parameter(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What a few optimizers keep beside the state of parameters, such as a count of steps.
+
+    All rounds' optimizers have the same.
+    """
+    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
 def _owned_states(rounds: Sequence[Round]) -> States:
@@ -106,39 +97,32 @@ def _owned_states(rounds: Sequence[Round]) -> States:
     }
 
 
-def _by_group(rounds: Sequence[Round]) -> Iterator[tuple[Group, list[WholeParameter]]]:
-    groups: dict[Group, list[WholeParameter]] = {}
-    for each in rounds:
-        groups.setdefault(each.group, []).extend(each.parameters)
-    yield from groups.items()
-
-
 def _spread(group: Group, members: Sequence[WholeParameter], owned: States) -> States:
     """What this rank has of the state of ``members``, which their owners have in full."""
     group.begin_pass("state of whole tensors", ALL_UNITS)
     mine = {i: owned[each] for i, each in enumerate(members) if each in owned}
-    cut = _cut_everywhere(group, members, mine)
+    cut, _ = cut_everywhere(group, _votes_of_shapes(members, mine))
     described = {
         i: {key: _described(key, value, cut) for key, value in entries.items()}
         for i, entries in mine.items()
     }
-    facts: _Facts = {}
+    facts: Facts = {}
     for told in group.gather_objects(described, ALL_UNITS):
         facts.update(told)
     found: States = {members[i]: {} for i in sorted(facts)}
-    for key, dtype in sorted(_cut_entries(facts), key=str):
-        chosen = [i for i in sorted(facts) if facts[i].get(key) == _Cut(dtype)]
+    for key, dtype in cut_entries(facts):
+        chosen = [i for i in sorted(facts) if facts[i].get(key) == Cut(dtype)]
         parameters = [members[i] for i in chosen]
         wholes = {members[i]: mine[i][key] for i in chosen if i in mine}
-        pieces = _pieces_from_owners(group, parameters, wholes, dtype)
+        pieces = pieces_from_owners(group, parameters, wholes, dtype)
         for each, piece in pieces.items():
             found[each][key] = each.as_piece(piece)
     for i in sorted(facts):
         each = members[i]
-        for key, fact in facts[i].items():
-            if not isinstance(fact, _Cut):
+        for key, told in facts[i].items():
+            if not isinstance(told, Cut):
                 own = mine[i][key] if i in mine else None
-                found[each][key] = _broadcast(group, each.owner, fact, own, each.device)
+                found[each][key] = broadcast(group, each.owner, told, own, each.device)
     # In the order of the optimizer's own entries.
     return {
         each: {key: found[each][key] for key in facts[i]}
@@ -147,119 +131,20 @@ def _spread(group: Group, members: Sequence[WholeParameter], owned: States) -> S
     }
 
 
-def _cut_everywhere(
-    group: Group, members: Sequence[WholeParameter], mine: Mapping[int, Mapping[str, Any]]
-) -> set[str]:
-    """The names of the entries that are cut: see the note above."""
-    matching: set[str] = set()
-    others: set[str] = set()
+def _votes_of_shapes(
+    members: Sequence[WholeParameter], mine: Mapping[int, Mapping[str, Any]]
+) -> Iterator[tuple[str, bool]]:
     for i, entries in mine.items():
         for key, value in entries.items():
-            matches = (
-                type(value) is torch.Tensor
-                and value.dim() > 0
-                and tuple(value.shape) == members[i].shape
-            )
-            (matching if matches else others).add(key)
-    for told in group.gather_objects((matching, others), ALL_UNITS):
-        matching |= told[0]
-        others |= told[1]
-    return matching - others
+            if isinstance(value, torch.Tensor) and members[i].shape:
+                is_plain = type(value) is torch.Tensor
+                yield key, is_plain and tuple(value.shape) == members[i].shape
 
 
 def _described(key: str, value: Any, cut: set[str]) -> Any:
-    if key in cut:
-        return _Cut(value.dtype)
-    return tree_map(_fact, value)
-
-
-def _fact(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return copied(leaf)
-    few = copied(leaf, torch.device("cpu")) if leaf.numel() <= _FEW else None
-    return _Sent(tuple(leaf.shape), leaf.dtype, leaf.device.type == "cpu", few)
-
-
-def _cut_entries(facts: _Facts) -> set[tuple[str, torch.dtype]]:
-    return {
-        (key, fact.dtype)
-        for entries in facts.values()
-        for key, fact in entries.items()
-        if isinstance(fact, _Cut)
-    }
-
-
-def _broadcast(group: Group, owner: int, fact: Any, own: Any, device: torch.device) -> Any:
-    """A value that is not cut, as ``owner`` has it; ``fact`` has places for its large tensors."""
-    large = [leaf for leaf in tree_leaves(own) if _is_large(leaf)] if owner == group.rank else []
-    remaining = iter(large)
-
-    def receive(leaf: Any) -> Any:
-        if not isinstance(leaf, _Sent):
-            return leaf
-        if leaf.few is not None:
-            return leaf.few.to("cpu" if leaf.on_host else device, copy=True)
-        if owner == group.rank:
-            sent = next(remaining).detach().to(device).contiguous().clone()
-        else:
-            sent = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
-        group.broadcast_by(owner, sent, ALL_UNITS)
-        return sent.cpu() if leaf.on_host else sent
-
-    return tree_map(receive, fact)
-
-
-def _is_large(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.numel() > _FEW
-
-
-def _pieces_from_owners(
-    group: Group,
-    parameters: Sequence[WholeParameter],
-    wholes: Mapping[WholeParameter, torch.Tensor],
-    dtype: torch.dtype,
-) -> dict[WholeParameter, torch.Tensor]:
-    """This rank's flat pieces of tensors that the owners have in full."""
-    journey = routes.from_owners([each.parcel for each in parameters], group.rank, group.size)
-    cuts: list[torch.Tensor] = []
-    for each in parameters:
-        if each.is_mine:
-            cuts += each.cuts_of(each.pieces_of(wholes[each].to(each.device)))
-    held = [each for each in parameters if each.holds_piece]
-    arrived = _exchanged(group, journey, cuts, dtype, parameters[0].device)
-    found = {each: part.clone() for each, (part,) in zip(held, arrived, strict=True)}
-    for each in parameters:
-        if each.is_cut_in_rows and each not in found:
-            found[each] = torch.empty(0, dtype=dtype, device=each.device)
-    return found
-
-
-def _wholes_at_owners(
-    group: Group,
-    parameters: Sequence[WholeParameter],
-    pieces: Mapping[WholeParameter, torch.Tensor],
-    dtype: torch.dtype,
-) -> dict[WholeParameter, torch.Tensor]:
-    """The tensors that this rank owns, of which all ranks have flat pieces."""
-    journey = routes.to_owners([each.parcel for each in parameters], group.rank, group.size)
-    cuts = [pieces[each].to(each.device) if each.holds_piece else None for each in parameters]
-    mine = [each for each in parameters if each.is_mine]
-    arrived = _exchanged(group, journey, cuts, dtype, parameters[0].device)
-    return {each: each.whole(torch.cat(parts)) for each, parts in zip(mine, arrived, strict=True)}
-
-
-def _exchanged(
-    group: Group,
-    journey: routes.Journey,
-    cuts: Sequence[torch.Tensor | None],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[list[torch.Tensor]]:
-    chosen = (cuts[index] for index in journey.order)
-    sent = joined([each for each in chosen if each is not None], dtype, device)
-    received = sent.new_empty(sum(journey.received))
-    group.start_exchange(received, sent, journey.received, journey.sent, ALL_UNITS)()
-    return arranged(received, journey)
+    if key in cut and isinstance(value, torch.Tensor):
+        return Cut(value.dtype)
+    return tree_map(fact, value)
 
 
 # -- loading --------------------------------------------------------------------------------------
@@ -270,8 +155,11 @@ def load_state_dict(
     rounds: Sequence[Round],
     rest: torch.optim.Optimizer | None,
     state_dict: Mapping[str, Any],
-) -> None:
-    """Load a state dict of both optimizers; all ranks call this."""
+) -> bool:
+    """Load a state dict of both optimizers; all ranks call this.
+
+    Returns whether there is state of any whole tensor.
+    """
     count = len(twins.shown)
     saved = list(state_dict["param_groups"])
     shown = [*twins.shown, *(rest.param_groups if rest is not None else ())]
@@ -291,95 +179,152 @@ def load_state_dict(
         if states.get(key)
     }
     owned: States = {}
+    is_there = False
     with torch.no_grad():
-        for group, members in _by_group(rounds):
-            owned.update(_collect(group, members, given))
+        for group, members in by_group(rounds):
+            collected, has_state = _collect(group, members, given)
+            owned.update(collected)
+            is_there |= has_state
+    of_parameters = {key for group in saved for key in group["params"]}
+    others = {key: value for key, value in states.items() if key not in of_parameters}
     for group_shown, group_saved in zip(twins.shown, saved, strict=False):
-        group_shown.update((k, v) for k, v in group_saved.items() if k != "params")
+        options = {key: value for key, value in group_saved.items() if key != "params"}
+        group_shown.update(copy.deepcopy(options))
+    # Before, because optimizers look at their groups as they load; after, because these are copies.
     twins.tell()
-    _load_into_rounds(twins, rounds, owned)
+    _load_into_rounds(rounds, owned, others)
+    twins.tell_all()
     if rest is not None:
         chosen = saved[count:]
         members_of_rest = {key for group in chosen for key in group["params"]}
         rest_state = {key: value for key, value in states.items() if key in members_of_rest}
-        rest.load_state_dict({"state": rest_state, "param_groups": chosen})
+        rest.load_state_dict({"state": {**rest_state, **others}, "param_groups": chosen})
+    return is_there
 
 
-def _load_into_rounds(twins: Twins, rounds: Sequence[Round], owned: States) -> None:
-    positions = {each: position for position, each in enumerate(twins.parameters)}
+def _load_into_rounds(rounds: Sequence[Round], owned: States, others: Mapping[Any, Any]) -> None:
     for each in rounds:
-        mine = {positions[p]: put_together(owned[p]) for p in each.parameters if p in owned}
         current = each.optimizer.state_dict()
-        each.optimizer.load_state_dict({**current, "state": mine})
+        groups = zip(each.optimizer.param_groups, current["param_groups"], strict=True)
+        keys = {
+            parameter: key
+            for group, named in groups
+            for parameter, key in zip(group["params"], named["params"], strict=True)
+        }
+        mine = {keys[p.stand_in]: put_together(owned[p]) for p in each.parameters if p in owned}
+        each.optimizer.load_state_dict({**current, "state": {**mine, **copied(others)}})
 
 
-def _collect(group: Group, members: Sequence[WholeParameter], given: States) -> States:
-    """The state of the parameters that this rank owns, of what all ranks were given."""
+def _collect(group: Group, members: Sequence[WholeParameter], given: States) -> tuple[States, bool]:
+    """The state of the parameters that this rank owns, of what all ranks were given.
+
+    And whether any rank was given any.
+    """
     group.begin_pass("load state of whole tensors", ALL_UNITS)
     mine = {i: given[each] for i, each in enumerate(members) if each in given}
-    pieces: dict[tuple[int, str], torch.Tensor] = {}
-    for i, entries in mine.items():
-        for key, value in entries.items():
-            piece = members[i].from_piece(value) if isinstance(value, torch.Tensor) else None
-            if piece is not None:
-                pieces[i, key] = piece
+    pieces = dict(_pieces(members, mine))
+    cut, doubtful = cut_everywhere(group, _votes_of_pieces(members, mine, pieces))
     described = {
         i: {
-            key: _Cut(pieces[i, key].dtype) if (i, key) in pieces else tree_map(_fact, value)
+            key: Cut(pieces[i, key].dtype)
+            if (i, key) in pieces and key in cut
+            else tree_map(fact, value)
             for key, value in entries.items()
         }
         for i, entries in mine.items()
     }
-    told: list[_Facts] = group.gather_objects(described, ALL_UNITS)
-    facts = {i: _holders(members[i], i, told) for i in sorted({i for rank in told for i in rank})}
+    told: list[Facts] = group.gather_objects(described, ALL_UNITS)
+    facts = {
+        i: _holders(members[i], i, told, doubtful)
+        for i in sorted({i for rank in told for i in rank})
+    }
     found: States = {members[i]: {} for i in facts if members[i].is_mine}
-    for key, dtype in sorted(_cut_entries({i: fact for i, (_, fact) in facts.items()}), key=str):
-        chosen = [i for i, (_, fact) in facts.items() if fact.get(key) == _Cut(dtype)]
+    for key, dtype in cut_entries({i: entries for i, (_, entries) in facts.items()}):
+        chosen = [i for i, (_, entries) in facts.items() if entries.get(key) == Cut(dtype)]
         parameters = [members[i] for i in chosen]
         own = {members[i]: pieces[i, key] for i in chosen if (i, key) in pieces}
-        for each, value in _wholes_at_owners(group, parameters, own, dtype).items():
+        for each, value in wholes_at_owners(group, parameters, own, dtype).items():
             found[each][key] = value
-    for i, (source, fact) in facts.items():
+    for i, (source, entries) in facts.items():
         each = members[i]
-        for key, described_value in fact.items():
-            if isinstance(described_value, _Cut):
+        for key, described_value in entries.items():
+            if isinstance(described_value, Cut):
                 continue
             own_value = mine[i].get(key) if i in mine else None
             if source == each.owner:
                 value = copied(own_value)
             else:
-                value = _broadcast(group, source, described_value, own_value, each.device)
+                value = broadcast(group, source, described_value, own_value, each.device)
             if each.is_mine:
                 found[each][key] = value
-    return {
+    loaded = {
         each: {key: found[each][key] for key in facts[i][1]}
         for i, each in enumerate(members)
         if each in found
     }
+    return loaded, bool(facts)
+
+
+def _pieces(
+    members: Sequence[WholeParameter], mine: Mapping[int, Mapping[str, Any]]
+) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
+    """The flat pieces among the tensors that this rank was given, by parameter and entry."""
+    for i, entries in mine.items():
+        for key, value in entries.items():
+            piece = members[i].from_piece(value) if isinstance(value, torch.Tensor) else None
+            if piece is not None:
+                yield (i, key), piece
+
+
+def _votes_of_pieces(
+    members: Sequence[WholeParameter],
+    mine: Mapping[int, Mapping[str, Any]],
+    pieces: Mapping[tuple[int, str], torch.Tensor],
+) -> Iterator[tuple[str, bool]]:
+    for i, entries in mine.items():
+        if members[i].holds_piece and members[i].shape:
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor):
+                    yield key, (i, key) in pieces
 
 
 def _holders(
-    each: WholeParameter, index: int, told: Sequence[_Facts]
+    each: WholeParameter, index: int, told: Sequence[Facts], doubtful: set[str]
 ) -> tuple[int, dict[str, Any]]:
     """The rank whose values count, and the entries of a parameter as the ranks agree on them.
 
     That is the owner, if it was given any, else the first rank that was. An entry is a piece if it
-    is one on every rank that has a piece of the parameter.
+    is one on every rank that has a piece of the parameter; a ``doubtful`` one has the same shape on
+    all of them.
     """
     ranks = [rank for rank, facts in enumerate(told) if index in facts]
     source = each.owner if each.owner in ranks else ranks[0]
     entries = dict(told[source][index])
     needed = [rank for rank, size in enumerate(each.parcel.sizes) if size]
-    for key, fact in entries.items():
-        if not isinstance(fact, _Cut):
+    for key, expected in entries.items():
+        if not (isinstance(expected, Cut) or key in doubtful):
             continue
         for rank in needed:
             other = told[rank].get(index, {}).get(key)
-            if other != fact:
+            if not _alike(expected, other):
                 raise RuntimeError(
-                    f"Optimizer state {key!r} of parameter {each.name} is a piece of {fact.dtype} "
-                    f"on rank {source}, but on rank {rank}, which has a piece of the parameter, "
-                    f"it is {'missing' if other is None else 'something else'}. Load the state "
-                    "dict on all ranks, as FSDP.optim_state_dict_to_load returns it"
+                    f"Optimizer state {key!r} of parameter {each.name} is {_words(expected)} on "
+                    f"rank {source}, but on rank {rank}, which has a piece of the parameter, it is "
+                    f"{'missing' if other is None else _words(other)}. Load the state dict on all "
+                    "ranks, as FSDP.optim_state_dict_to_load returns it"
                 )
     return source, entries
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Sent) and isinstance(other, Sent):
+        return one.shape == other.shape and one.dtype == other.dtype
+    return type(one) is type(other) and (not isinstance(one, Cut) or one == other)
+
+
+def _words(described: Any) -> str:
+    if isinstance(described, Cut):
+        return f"a piece of {described.dtype}"
+    if isinstance(described, Sent):
+        return f"a {described.dtype} tensor of shape {described.shape}"
+    return f"a {type(described).__name__}"

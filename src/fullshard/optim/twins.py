@@ -3,14 +3,15 @@
 Note: one optimizer per round
     Rounds are stepped one after the other, so that one travels while another is stepped; but an
     optimizer may count its own steps. So each round has an optimizer of its own: the same class,
-    options and attributes as the one that the user's function made, with the state of the round's
-    parameters. The parameter groups that users and learning-rate schedulers see are separate from
-    all of them. What changes there is told to every round's optimizer before a step, and what a
-    step changes in its groups is shown there after it.
+    options and attributes as the one that the user's function made, with those of the round's
+    parameters that this rank owns, and their state. The parameter groups that users and
+    learning-rate schedulers see are separate from all of them. What changes there is told to every
+    round's optimizer before a step, and what a step changes in its groups is shown there after it.
 """
 
 from __future__ import annotations
 
+import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from torch import nn
 
 from ..engine.init.optimizer_warnings import OVER_ALL
 from .parameters import WholeParameter
+from .unread import ReadingIsRefused
 
 #: Makes an optimizer of parameters, as ``lambda parameters: torch.optim.AdamW(parameters)`` does.
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -50,7 +52,10 @@ class Twins:
 
     def __init__(self, make: Make, parameters: Sequence[WholeParameter]) -> None:
         by_stand_in: dict[Any, WholeParameter] = {each.stand_in: each for each in parameters}
-        self._model = made(make, list(by_stand_in), "optimizer of whole tensors")
+        with ReadingIsRefused({each.stand_in: each.name for each in parameters}):
+            self._model = made(make, list(by_stand_in), "optimizer of whole tensors")
+        for each in parameters:
+            each.note_made()
         kind = type(self._model)
         if OVER_ALL & {cls.__name__ for cls in kind.__mro__}:
             raise ValueError(
@@ -78,18 +83,32 @@ class Twins:
         model: Any = self._model
         twin: Any = object.__new__(type(model))
         twin.__dict__.update(model.__dict__)
-        twin.param_groups = [dict(group) for group in model.param_groups]
+        for name, value in model.__dict__.items():
+            if isinstance(value, types.MethodType) and value.__self__ is model:
+                setattr(twin, name, types.MethodType(value.__func__, twin))
+        stand_ins: set[Any] = {each.stand_in for each in owned}
+        twin.param_groups = [
+            {**_options(group), "params": [p for p in group["params"] if p in stand_ins]}
+            for group in model.param_groups
+        ]
+        # Few optimizers make state before their first step, and few for other things.
         twin.state = defaultdict(dict)
-        for each in owned:
-            # Few optimizers make state before their first step.
-            if each.stand_in in model.state:
-                twin.state[each.stand_in] = model.state[each.stand_in]
+        twin.state.update(
+            (key, value)
+            for key, value in model.state.items()
+            if key in stand_ins or not isinstance(key, torch.Tensor)
+        )
         self.optimizers.append(twin)
         return twin
 
     def forget_model(self) -> None:
         """Give back state that the optimizer made for parameters of other ranks."""
         self._model.state = defaultdict(dict)
+
+    def forget_states(self) -> None:
+        """Begin without state, as before the first step."""
+        for twin in self.optimizers:
+            twin.state = defaultdict(dict)
 
     def tell(self) -> None:
         """Let every round's optimizer have what users changed in the groups that they see."""
@@ -99,6 +118,11 @@ class Twins:
                     told[key] = value
                     for twin in self.optimizers:
                         twin.param_groups[position][key] = value
+
+    def tell_all(self) -> None:
+        """Let every round's optimizer have all that the groups have that users see."""
+        self._told = [{} for _ in self.shown]
+        self.tell()
 
     def listen(self) -> None:
         """Show users what a step changed in its groups."""
