@@ -1,12 +1,13 @@
 """Python in the documents runs as it stands there, on two real ranks.
 
 A block is a complete program, or its first line says that it continues the one above it
-("# Continues ..."); then it runs after that one, in the same process. A block that leaves something
-to the reader ("# Yours: ...") is not run, and neither is one that needs a GPU where there is none.
+("# Continues ..."); then it runs after that one, in the same process. A program that needs a GPU,
+or a library that is not installed, is skipped.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -22,7 +23,7 @@ from fullshard.testing import device, run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-CONTINUES, LEFT_TO_THE_READER, NEEDS_GPU = "# Continues ", "# Yours: ", "# Needs a GPU"
+CONTINUES, NEEDS_GPU = "# Continues ", "# Needs a GPU"
 
 
 class Program(NamedTuple):
@@ -35,6 +36,12 @@ class Program(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.document.relative_to(ROOT)}:{self.number}"
+
+    @property
+    def missing(self) -> list[str]:
+        """The libraries that it imports and that are not installed."""
+        imports = [re.findall(r"^(?:import|from) (\w+)", b, re.MULTILINE) for b in self.blocks]
+        return [name for found in imports for name in found if not importlib.util.find_spec(name)]
 
     @property
     def is_a_test(self) -> bool:
@@ -54,7 +61,6 @@ def programs_in(document: Path) -> list[Program]:
 
 
 PROGRAMS = [program for document in DOCUMENTS for program in programs_in(document)]
-COMPLETE = [p for p in PROGRAMS if not any(LEFT_TO_THE_READER in block for block in p.blocks)]
 
 
 def run_as_on_a_launched_rank(blocks: list[str], name: str, folder: Path) -> None:
@@ -71,16 +77,18 @@ def run_as_on_a_launched_rank(blocks: list[str], name: str, folder: Path) -> Non
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
-    "program", [p for p in COMPLETE if not p.is_a_test], ids=lambda program: program.name
+    "program", [p for p in PROGRAMS if not p.is_a_test], ids=lambda program: program.name
 )
 def test_a_program_in_a_document_runs_on_two_ranks(program: Program, tmp_path: Path) -> None:
     if any(NEEDS_GPU in block for block in program.blocks) and device().type == "cpu":
         pytest.skip("needs a GPU")
+    if program.missing:
+        pytest.skip(f"needs {', '.join(program.missing)}")
     run_on_ranks(2, run_as_on_a_launched_rank, program.blocks, program.name, tmp_path)
 
 
 def test_tests_in_the_documents_pass(tmp_path: Path) -> None:
-    tests = [program for program in COMPLETE if program.is_a_test]
+    tests = [program for program in PROGRAMS if program.is_a_test]
     for number, program in enumerate(tests):
         (tmp_path / f"test_{number}.py").write_text("\n".join(program.blocks))
 

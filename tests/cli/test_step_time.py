@@ -20,7 +20,6 @@ from torch import nn
 from fullshard.cli.options import Options
 from fullshard.cli.planner.fit import (
     Candidate,
-    OperationsCounted,
     Question,
     best_that_fit,
     between,
@@ -73,13 +72,12 @@ def foretold(
         batch=size.batch * ranks, sequence=size.length, precision=precision, strategy=strategy
     )
     device = torch.device("cpu" if machine.name == "cpu" else "cuda")
-    counted = OperationsCounted(machine)
-    found = rehearse(subject, options, ranks, device, seconds_of=counted.seconds_of)
-    return timed(found, options, machine, counted.count)
+    found = rehearse(subject, options, ranks, device, seconds_of=machine.seconds_of)
+    return timed(found, options, machine)
 
 
-def timed(found: Rehearsal, options: Options, machine: Machine, operations: int) -> RankTrace:
-    rates = rates_of(options, machine, operations)
+def timed(found: Rehearsal, options: Options, machine: Machine) -> RankTrace:
+    rates = rates_of(options, machine)
     return simulate(found.sizes, found.moments, found.facts, rates)
 
 
@@ -140,7 +138,7 @@ def test_a_simulated_step_is_in_order(device: str, strategy: str) -> None:
         gpt_subject(options), options, 2, torch.device(device), seconds_of=machine.seconds_of
     )
 
-    trace = timed(found, options, machine, 0)
+    trace = timed(found, options, machine)
 
     (step,) = trace.steps
     assert all(r.issued <= r.started <= r.ended <= step.ended + 1e-9 for r in trace.records)
@@ -165,7 +163,7 @@ def test_the_memory_of_a_simulated_step_peaks_where_plan_says() -> None:
         gpt_subject(options), options, 2, device, seconds_of=MACHINES["a100"].seconds_of
     )
 
-    trace = timed(found, options, MACHINES["a100"], 0)
+    trace = timed(found, options, MACHINES["a100"])
 
     assert max(moment.total for moment in trace.memory) == predicted.total
 

@@ -112,6 +112,22 @@ class Page:
         """A mouse event, such as mouseMoved, mousePressed or mouseWheel."""
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
+    def touch(self, kind: str, *points: tuple[float, float]) -> None:
+        """A touchStart, touchMove or touchEnd, with the fingers that touch then."""
+        self.call("Input.dispatchTouchEvent", type=kind, touchPoints=[
+            {"x": x, "y": y, "id": n} for n, (x, y) in enumerate(points)
+        ])  # fmt: skip
+
+    def tap(self, x: float, y: float) -> None:
+        """A short touch with one finger."""
+        self.touch("touchStart", (x, y))
+        self.touch("touchEnd")
+
+    def key(self, name: str) -> None:
+        """Press a key such as ArrowUp, and let go of it."""
+        for kind in ("keyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=name, code=name)
+
     def screenshot(self, path: Path, *, whole: bool = True) -> None:
         """Write what the page looks like; the whole of it, or what the window shows."""
         found = self.call("Page.captureScreenshot", captureBeyondViewport=whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 
@@ -16,6 +17,7 @@ from fullshard.tracing.analysis import (
     lateness,
     seconds_by_kind,
     segments,
+    segments_by_step,
     straggler,
     times_by_unit,
 )
@@ -46,6 +48,17 @@ def test_segments_fill_a_step_without_gaps_and_overlaps(records: list[Record]) -
     for before, after in itertools.pairwise(found):
         assert before.ended == after.started
         assert before.ended > before.started
+
+
+@given(st.lists(spans, max_size=12), st.lists(st.integers(-20, 130), min_size=2, unique=True))
+def test_the_segments_of_all_steps_are_those_of_each(
+    records: list[Record], bounds: list[int]
+) -> None:
+    between = itertools.pairwise(sorted(bounds))
+    steps = [Step(n, begin * MS, end * MS) for n, (begin, end) in enumerate(between)]
+    trace = dataclasses.replace(rank_trace(records), steps=steps)
+
+    assert segments_by_step(trace) == [segments(records, step) for step in steps]
 
 
 @given(st.lists(spans, max_size=12))

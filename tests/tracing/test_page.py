@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 
 from fullshard.tracing.output import write
 from fullshard.tracing.page import as_page, page_data
-from fullshard.tracing.records import RankTrace, TraceData, What
+from fullshard.tracing.records import Memory, RankTrace, Step, TraceData, What
 
 from .browser import CHROMIUM, Page, browser
 from .examples import rank_trace, record, trace_data
@@ -122,11 +123,11 @@ def test_the_page_loads_without_errors_and_fits(
 def test_lanes_have_the_widths_of_what_they_show(page: Page, tmp_path: Path) -> None:
     opened(page, tmp_path, example())
 
-    width = page.run("timeline.width")
+    width = page.run("timeline.plotWidth")
     boxes = page.run("timeline.boxes.map(b => [data.kinds[b.item.kind], b.right - b.left])")
     forward = next(size for kind, size in boxes if kind == "forward")
     # 30 of the step's 100 milliseconds.
-    assert forward == pytest.approx(0.3 * width, rel=0.02)
+    assert forward == pytest.approx(0.3 * width, rel=0.01)
     painted = colors(page)
     assert painted[page.run("colors.forward")] > 1000
     assert painted[page.run("colors['wait-gather']")] > 300
@@ -159,9 +160,9 @@ def test_dragging_moves_in_time(page: Page, tmp_path: Path) -> None:
     page.mouse("mouseMoved", x - 100, y, button="left", buttons=1)
     page.mouse("mouseReleased", x - 100, y, button="left", clickCount=1)
 
-    assert page.run("timeline.begin") == pytest.approx(
-        before + 100 * page.run("(timeline.end - timeline.begin) / timeline.width"), rel=0.05
-    )
+    # What was under the pointer still is.
+    assert page.run("timeline.begin") > before
+    assert page.run(f"timeline.x({before})") == pytest.approx(page.run("timeline.left") - 100)
 
 
 @in_browser
@@ -183,6 +184,130 @@ def test_hovering_tells_what_when_and_how_much(page: Page, tmp_path: Path) -> No
     assert "10.0 ms" in text
     assert "4.00 MiB" in text
     assert not page.run("document.getElementById('tooltip').hidden")
+
+
+@in_browser
+def test_hovering_the_memory_tells_its_causes_and_marks_the_moment(
+    page: Page, tmp_path: Path
+) -> None:
+    opened(page, tmp_path, example())
+    x, y = page.run(
+        """(b => [b.left + timeline.x(75e3), b.top + timeline.memoryTop() + 100])(
+            timeline.canvas.getBoundingClientRect())"""
+    )
+
+    page.mouse("mouseMoved", x, y)
+
+    text = page.run("document.getElementById('tooltip').innerText")
+    assert text.startswith("memory 24 bytes at 50.0 ms")
+    assert "optimizer state: 8 bytes" in text
+    cursor = page.run("document.getElementById('cursor').getBoundingClientRect().left")
+    assert cursor == pytest.approx(x, abs=1)
+
+
+@in_browser
+def test_a_tap_describes_until_the_next_tap_elsewhere(page: Page, tmp_path: Path) -> None:
+    opened(page, tmp_path, example(), width=390)
+    x, y = page.run(
+        """(b => [b.left + timeline.x(25e3), b.top + timeline.boxes[0].top + 8])(
+            timeline.canvas.getBoundingClientRect())"""
+    )
+
+    page.tap(x, y)
+    assert "forward of layers.0" in page.run("document.getElementById('tooltip').innerText")
+    assert not page.run("document.getElementById('tooltip').hidden")
+    page.tap(30, 30)
+    assert page.run("document.getElementById('tooltip').hidden")
+
+
+@in_browser
+def test_two_fingers_zoom(page: Page, tmp_path: Path) -> None:
+    opened(page, tmp_path, example(), width=390)
+    page.run("timeline.canvas.scrollIntoView({block: 'center'})")
+    x, y = page.run(MIDDLE)
+    whole = page.run("timeline.end - timeline.begin")
+
+    page.touch("touchStart", (x - 20, y), (x + 20, y))
+    page.touch("touchMove", (x - 60, y), (x + 60, y))
+    page.touch("touchEnd")
+
+    assert page.run("timeline.end - timeline.begin") == pytest.approx(whole / 3, rel=0.05)
+
+
+@in_browser
+def test_a_click_shows_one_unit_alone_and_not_those_whose_names_begin_alike(
+    page: Page, tmp_path: Path
+) -> None:
+    spans = [record(What.FORWARD, f"layers.{n}", n * 10, n * 10 + 9) for n in (1, 10)]
+    opened(page, tmp_path, trace_data(rank_trace(spans, until=110)))
+    x, y = page.run(
+        """(b => [b.left + timeline.x(14e3), b.top + timeline.boxes[0].top + 8])(
+            timeline.canvas.getBoundingClientRect())"""
+    )
+    faded = "[0, 1].map(unit => Boolean(timeline.isFaded(unit)))"
+
+    page.mouse("mousePressed", x, y, button="left", clickCount=1)
+    page.mouse("mouseReleased", x, y, button="left", clickCount=1)
+    assert page.run(faded) == [False, True]
+    page.run("timeline.want('layers.1')")  # typed, it is part of both names
+    assert page.run(faded) == [False, False]
+
+
+@in_browser
+def test_keys_move_and_zoom(page: Page, tmp_path: Path) -> None:
+    opened(page, tmp_path, example())
+    page.run("timeline.canvas.focus()")
+    begin, length = page.run("timeline.begin"), page.run("timeline.end - timeline.begin")
+
+    page.key("ArrowUp")
+    assert page.run("timeline.end - timeline.begin") == pytest.approx(0.8 * length)
+    page.key("ArrowRight")
+    assert page.run("timeline.begin") == pytest.approx(begin + 0.18 * length)
+    page.key("Home")
+    assert page.run("timeline.end - timeline.begin") == pytest.approx(length)
+
+
+@in_browser
+def test_of_many_steps_one_is_chosen_from_a_list(page: Page, tmp_path: Path) -> None:
+    steps = [Step(n + 1, n * 0.1, (n + 1) * 0.1) for n in range(20)]
+    trace = dataclasses.replace(
+        rank_trace([record(What.FORWARD, "a", n * 100 + 10, n * 100 + 90) for n in range(20)]),
+        steps=steps,
+    )
+    opened(page, tmp_path, trace_data(trace))
+    assert page.run("timeline.stepChoice.selectedOptions[0].text") == "step 20"
+
+    page.run(
+        "timeline.stepChoice.value = 3; timeline.stepChoice.dispatchEvent(new Event('change'))"
+    )
+
+    assert page.run("[timeline.begin, timeline.end]") == [200_000, 300_000]
+    page.run("timeline.zoom(0.5)")
+    assert page.run("timeline.stepChoice.selectedOptions[0].text") == "a part"
+
+
+@in_browser
+@pytest.mark.parametrize("dark", [False, True])
+def test_words_on_bars_can_be_read(page: Page, tmp_path: Path, dark: bool) -> None:
+    opened(page, tmp_path, example(), dark=dark)
+
+    found: dict[str, list[str]] = page.run(
+        "Object.fromEntries(Object.values(KIND_COLORS).map(n => [n, [colors[n], wordColors[n]]]))"
+    )
+    # WCAG asks for 4.5 for words, 3 for large ones.
+    assert {name: 1 for name, pair in found.items() if contrast(*pair) < 4} == {}
+
+
+def contrast(one: str, other: str) -> float:
+    def luminance(color: str) -> float:
+        parts = [int(color[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+        red, green, blue = (
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        )
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    dark, bright = sorted(map(luminance, (one, other)))
+    return (bright + 0.05) / (dark + 0.05)
 
 
 @in_browser
@@ -227,6 +352,22 @@ def test_a_long_trace_is_drawn_in_time(page: Page, tmp_path: Path) -> None:
     assert page.errors == []
     # Zooming stays smooth; a busy machine is allowed to be slower than a frame.
     assert milliseconds < 500
+
+
+@in_browser
+def test_a_trace_of_a_whole_day_is_shown(page: Page, tmp_path: Path) -> None:
+    """More moments and steps than a function may have arguments."""
+    count = 200_000
+    trace = dataclasses.replace(
+        rank_trace([]),
+        steps=[Step(n, n * 1e-3, (n + 1) * 1e-3) for n in range(20_000)],
+        memory=[Memory(n * 1e-4, 4, 8, 0, 0, 0, n % 7) for n in range(count)],
+    )
+    opened(page, tmp_path, trace_data(trace))
+    page.run("timeline.show(timeline.low, timeline.high)")
+
+    assert page.errors == []
+    assert page.run("timeline.visibleMoments(data.ranks[0]).length") < 4000
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:

@@ -442,3 +442,166 @@ def test_a_path_of_no_known_format_is_refused_before_anything_is_recorded() -> N
 def test_fewer_than_one_step_are_refused() -> None:
     with pytest.raises(ValueError, match="1 step or more"):
         fullshard.trace(nn.Linear(2, 2), steps=0)
+
+
+@each_api
+@ranks(2)
+def test_two_models_on_the_same_ranks_have_a_trace_each(api: str) -> None:
+    one_step, one_optimizer = stepper(one := APIS[api](blocks=1))
+    other_step, other_optimizer = stepper(other := APIS[api](blocks=3))
+    for step in (one_step, other_step) * 2:
+        step()
+
+    before = engine_classes(one), engine_classes(other)
+    with fullshard.trace(one, one_optimizer) as small:
+        with fullshard.trace(other, other_optimizer) as large:
+            one_step()
+            other_step()
+        one_step()
+
+    assert (engine_classes(one), engine_classes(other)) == before
+    for trace, units, steps in ((small, 2, 2), (large, 4, 1)):
+        reduced = Counter(r.unit for r in trace.records if r.what is What.REDUCE_SCATTER)
+        assert sorted(reduced.values()) == [steps] * units
+        assert len(trace.data.steps_of(0)) == steps
+
+
+@each_api
+@ranks(2)
+def test_a_second_trace_of_the_same_model_is_refused_and_the_first_goes_on(api: str) -> None:
+    step, optimizer = stepper(sharded := APIS[api]())
+    step()
+
+    with fullshard.trace(sharded, optimizer) as trace:
+        step()
+        with pytest.raises(RuntimeError, match="twice at the same time"):
+            fullshard.trace(sharded, optimizer).start()
+        step()
+
+    assert len(trace.data.steps_of(0)) == 2
+
+
+@each_api
+@ranks(2)
+def test_forwards_alone_are_no_steps_and_have_a_summary(api: str) -> None:
+    sharded = APIS[api]()
+    with fullshard.trace(sharded) as trace, torch.no_grad():
+        sharded(torch.rand(4, 16, device=device()))
+
+    assert trace.summary().startswith("0 steps of ")
+    assert "no backward ended in the trace" in trace.summary()
+    assert sum(r.what is What.FORWARD for r in trace.records) == 4
+
+
+@each_api
+@ranks(2)
+def test_waits_of_an_evaluation_after_the_last_step_do_no_harm(api: str) -> None:
+    step, optimizer = stepper(sharded := APIS[api]())
+    step()
+    with fullshard.trace(sharded, optimizer) as trace:
+        step()
+        with torch.no_grad():
+            sharded(torch.rand(4, 16, device=device()))
+
+    assert "1 step of " in trace.summary()
+
+
+@each_api
+@ranks(2)
+def test_backwards_that_are_accumulated_are_one_step_of_an_optimizer_seen_later(api: str) -> None:
+    sharded = APIS[api]()
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+
+    with fullshard.trace(sharded) as trace:
+        for _ in range(2):
+            for _ in range(3):
+                sharded(torch.rand(4, 16, device=device())).sum().backward()
+            optimizer.step()
+
+    assert len(trace.data.steps_of(0)) == 2
+
+
+@ranks(2)
+def test_the_state_of_an_optimizer_that_is_not_passed_is_the_optimizers_memory() -> None:
+    step, optimizer = stepper(sharded := wrapped(width=256), width=256)
+    step()
+    state = sum(v.nbytes for s in optimizer.state.values() for v in s.values())
+
+    with fullshard.trace(sharded) as trace:
+        step()
+        step()
+
+    memory = trace.data.ranks[dist.get_rank()].memory
+    assert {moment.optimizer for moment in memory} == {state}
+    # It is not counted a second time, as something else.
+    assert min(moment.rest or 0 for moment in memory) < state / 2
+
+
+@ranks(2)
+def test_optimizers_of_other_models_end_no_steps() -> None:
+    step, _ = stepper(sharded := wrapped())
+    other = nn.Linear(2, 2)
+    others = torch.optim.AdamW(other.parameters())
+    step()
+
+    with fullshard.trace(sharded) as trace:
+        for _ in range(2):
+            step()
+            other(torch.ones(2)).sum().backward()
+            others.step()
+
+    assert sum(r.what is What.OPTIMIZER for r in trace.records) == 2
+    assert len(trace.data.steps_of(0)) == 2
+    last = max(r.ended for r in trace.records if r.what is What.OPTIMIZER)
+    mine = next(each for each in trace.data.ranks if each.rank == dist.get_rank())
+    assert mine.steps[-1].ended - mine.steps[0].started == pytest.approx(
+        last - min(r.issued for r in trace.records), abs=0.05
+    )
+
+
+@ranks(2)
+def test_an_optimizer_of_whole_tensors_is_one_optimizer() -> None:
+    sharded = wrapped()
+    optimizer = fullshard.optim.whole(
+        lambda parameters: torch.optim.Muon(parameters, lr=0.02),
+        sharded,
+        rest=lambda parameters: torch.optim.AdamW(parameters),
+    )
+    inputs = torch.rand(4, 16, device=device())
+    with fullshard.trace(sharded, optimizer) as trace:
+        for _ in range(2):
+            sharded(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert sum(r.what is What.OPTIMIZER for r in trace.records) == 2
+    tensors = [v for s in optimizer.state.values() for v in s.values() if hasattr(v, "nbytes")]
+    assert trace.data.ranks[dist.get_rank()].memory[-1].optimizer == sum(
+        v.nbytes for v in tensors if v.device == device()
+    )
+
+
+@ranks(2)
+def test_a_trace_that_cannot_be_written_ends_no_training() -> None:
+    step, optimizer = stepper(sharded := wrapped())
+    step()
+
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        fullshard.trace(sharded, optimizer, "/proc/no/trace.html") as trace,
+    ):
+        warnings.simplefilter("always")
+        step()
+
+    said = [str(each.message) for each in caught if "could not write" in str(each.message)]
+    assert len(said) == (dist.get_rank() == 0)
+    assert len(trace.data.ranks) == 2
+
+
+@ranks(2)
+def test_a_trace_without_steps_is_not_saved(tmp_path: Path) -> None:
+    with fullshard.trace(wrapped()) as trace:
+        pass
+
+    with pytest.raises(RuntimeError, match="recorded no step of"):
+        trace.save(tmp_path / "trace.html")

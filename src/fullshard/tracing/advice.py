@@ -84,7 +84,8 @@ def _waits_of(unit: UnitTimes) -> dict[str, float]:
 
 
 def _sentence(what: str, reason: str, waiting: Sequence[tuple[float, UnitTimes]]) -> str:
-    waiting = sorted(waiting, key=lambda each: -each[0])
+    # Those that wait longest first; equally long ones, to the nanosecond, stay in their order.
+    waiting = sorted(waiting, key=lambda each: -round(each[0], 9))
     names = [unit.unit for _, unit in waiting]
     if len(names) == 1:
         return f"{names[0]} waits {_ms(waiting[0][0])} for its {what}: {reason}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,12 +34,30 @@ def segments(records: Iterable[Record], step: Step) -> list[Segment]:
     Of spans that lie inside of each other, the one that began last counts. What no span covers is
     the program's own work, with its place in the step for a unit.
     """
-    spans = [
-        r
-        for r in records
-        if r.what not in COLLECTIVES and r.ended > step.started and r.started < step.ended
-    ]
-    spans.sort(key=lambda record: (record.started, -record.ended))
+    spans = [r for r in _spans(records) if r.ended > step.started and r.started < step.ended]
+    return _without_overlaps(spans, step)
+
+
+def segments_by_step(trace: RankTrace) -> list[list[Segment]]:
+    """What compute did during each step of a trace."""
+    spans = _spans(trace.records)
+    found, taken, last = [], 0, list[Record]()
+    for step in trace.steps:
+        until = bisect.bisect_left(spans, step.ended, lo=taken, key=lambda span: span.started)
+        # Of earlier spans, those that reach into this step.
+        last = [span for span in (*last, *spans[taken:until]) if span.ended > step.started]
+        taken = until
+        found.append(_without_overlaps(last, step))
+    return found
+
+
+def _spans(records: Iterable[Record]) -> list[Record]:
+    """What occupied compute, by beginnings; what lies inside of something else comes after it."""
+    spans = [record for record in records if record.what not in COLLECTIVES]
+    return sorted(spans, key=lambda record: (record.started, -record.ended))
+
+
+def _without_overlaps(spans: Sequence[Record], step: Step) -> list[Segment]:
     found: list[Segment] = []
     at, begun, place = step.started, list[Record](), _Place()
     for span in [*spans, None]:
@@ -88,8 +107,8 @@ def _append(found: list[Segment], segment: Segment) -> None:
 def seconds_by_kind(trace: RankTrace) -> dict[What, float]:
     """Seconds of compute per step, by what it did."""
     totals: dict[What, float] = defaultdict(float)
-    for step in trace.steps:
-        for segment in segments(trace.records, step):
+    for found in segments_by_step(trace):
+        for segment in found:
             totals[segment.what] += segment.seconds / len(trace.steps)
     return dict(totals)
 
@@ -155,9 +174,9 @@ def times_by_unit(trace: RankTrace) -> list[UnitTimes]:
     """The times of all units, in the order in which they first did something."""
     found: dict[str, UnitTimes] = {}
     count = max(len(trace.steps), 1)
-    for step in trace.steps:
+    for step, segments_of_step in zip(trace.steps, segments_by_step(trace), strict=True):
         backward = _begin_of_backward(trace.records, step)
-        for segment in segments(trace.records, step):
+        for segment in segments_of_step:
             if segment.what in (What.OUTSIDE, What.OPTIMIZER):
                 continue
             times = found.setdefault(segment.unit, UnitTimes(segment.unit))
@@ -175,7 +194,8 @@ def times_by_unit(trace: RankTrace) -> list[UnitTimes]:
             elif record.what is What.REDUCE_SCATTER:
                 times.reduce_scatter += record.seconds / count
     for wait, gather in awaited_gathers(trace):
-        found[wait.unit].leads.append(wait.started - gather.issued)
+        # Those of an evaluation after the last step, too.
+        found.setdefault(wait.unit, UnitTimes(wait.unit)).leads.append(wait.started - gather.issued)
     return [*found.values()]
 
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..engine.runtime.capturing import watching
 from ..engine.runtime.forward import Schedule
 from ..engine.runtime.unit import Unit
+from .own_optimizers import has_parameters_of
 from .trace import Trace
 
 #: Where to write the trace, and how many steps of it: set for ranks by the launcher.
@@ -46,13 +47,13 @@ class Automatic:
             self._schedule = schedule
             watching.remove(self)
 
-    def _note_step(self, *_: Any) -> None:
-        if self._schedule is None:
+    def _note_step(self, optimizer: Any, *_: Any) -> None:
+        if self._schedule is None or not has_parameters_of(optimizer, self._schedule.units):
             return
         self._count += 1
         if self._count == _STEPS_BEFORE:
             self._hook.remove()
-            trace = Trace(self._units, (), [self._path], self._steps)
+            trace = Trace(self._units, [optimizer], [self._path], self._steps)
             trace.start()
             self._trace = trace
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .analysis import segments
+from .analysis import segments_by_step
 from .records import CAUSES, COLLECTIVES, RankTrace, TraceData, What
 
 _LANES = {"compute": 0, What.ALL_GATHER: 1, What.REDUCE_SCATTER: 2}
@@ -27,8 +27,8 @@ def _events(trace: RankTrace) -> Iterator[dict[str, Any]]:
     yield _named("process_name", rank, 0, f"rank {rank} ({trace.device})")
     for name, number in _LANES.items():
         yield _named("thread_name", rank, number, str(name))
-    for step in trace.steps:
-        for each in segments(trace.records, step):
+    for found in segments_by_step(trace):
+        for each in found:
             shown = f"{each.what} {each.unit}".strip()
             yield _span(shown, each.what, rank, 0, each.started, each.seconds, {})
     for record in trace.records:

@@ -36,11 +36,12 @@ class Meter:
         self._units = list(units)
         self._kind = device.type
         self._in_use = counter_of(device)
-        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._state_sizes: dict[torch.optim.Optimizer, int] = {}
         self.shards = sum(self._size(h.shard_tensor) for unit in units for h in unit.handles)
         self._unsharded, self._reducing, self._gradients = _Sizes(), _Sizes(), _Sizes()
         self._optimizer = 0
-        self._samples: list[tuple[Mark, int, int, int, int, int | None]] = []
+        #: The moment, and bytes: the optimizer's, gradients, unsharded, reducing, all in use.
+        self._samples: list[tuple[Any, ...]] = []
         for unit in units:
             self.note_unsharded(unit)
         self.note_all_gradients()
@@ -96,20 +97,27 @@ class Meter:
 
     @property
     def knows_optimizer(self) -> bool:
-        return bool(self._optimizers)
+        return bool(self._state_sizes)
+
+    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer's state is counted."""
+        return optimizer in self._state_sizes
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped: it may have made its state."""
-        self._optimizers[id(optimizer)] = optimizer
-        states = [s for each in self._optimizers.values() for s in each.state.values()]
+        states = optimizer.state.values()
         values = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
-        self._optimizer = sum(map(self._size, values))
+        size = sum(map(self._size, values))
+        self._optimizer += size - self._state_sizes.get(optimizer, 0)
+        self._state_sizes[optimizer] = size
 
     def note_standing_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer whose state is there since before the trace began."""
         before = self._optimizer
         self.note_optimizer(optimizer)
-        self._beside -= self._optimizer - before
+        standing = self._optimizer - before
+        self._beside -= standing
+        self._samples = [(at, size + standing, *more) for at, size, *more in self._samples]
 
     # -- samples --------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -13,11 +14,16 @@ _SUFFIXES = (".html", ".json", ".png")
 
 
 def check_suffix(path: Path) -> None:
-    """Raise ``ValueError`` for a path of which the format is not known."""
+    """Raise ``ValueError`` for a path of which the format is not known, or cannot be written."""
     if path.suffix not in _SUFFIXES:
         raise ValueError(
             f"A trace is written as {', '.join(_SUFFIXES)}, but got {str(path)!r}: end the path "
             "with one of them (.html is a page, .json is for Perfetto, .png is a picture)"
+        )
+    if path.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(
+            "A picture of a trace needs matplotlib: pip install 'fullshard[cli]', or write the "
+            "trace as .html"
         )
 
 

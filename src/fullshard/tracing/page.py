@@ -13,11 +13,12 @@ from importlib import resources
 from typing import Any
 
 from .advice import advise
-from .analysis import seconds_by_kind, segments, straggler, times_by_unit
+from .analysis import UnitTimes, seconds_by_kind, segments_by_step, straggler, times_by_unit
 from .records import CAUSES, COLLECTIVES, RankTrace, TraceData, What
-from .report import duration_text, peak_of, size_text, step_seconds
+from .report import counted, duration_text, peak_of, size_text, step_seconds
 
 _FOLDER = "page_files"
+_SCRIPTS = ("timeline.js", "controls.js", "tables.js")
 #: Times on the page are microseconds.
 _MICROSECONDS = 1e6
 
@@ -28,7 +29,7 @@ def as_page(data: TraceData) -> str:
     content = {
         "title": html.escape(_title(data)),
         "style": _file("page.css"),
-        "script": _file("timeline.js") + _file("tables.js"),
+        "script": "".join(map(_file, _SCRIPTS)),
         "data": _embedded(page_data(data)),
     }
     for name, text in content.items():
@@ -105,11 +106,10 @@ def _subtitle(data: TraceData) -> str:
         (f"{elements / n:.3g} {w}" for n, w in ((1e9, "B"), (1e6, "M")) if elements >= n),
         f"{elements:,}",
     )
-    count = len(data.ranks[0].steps)
     return (
-        f"{size} parameters in {len(data.units)} units · {strategies} · "
-        f"{ranks} {'rank' if ranks == 1 else 'ranks'} ({data.ranks[0].device}) · "
-        f"{count} {'step' if count == 1 else 'steps'}"
+        f"{size} parameters in {counted(len(data.units), 'unit')} · {strategies} · "
+        f"{counted(ranks, 'rank')} ({data.ranks[0].device}) · "
+        f"{counted(len(data.ranks[0].steps), 'step')}"
     )
 
 
@@ -175,8 +175,8 @@ def _rank(trace: RankTrace, numbers: dict[str, int]) -> dict[str, Any]:
         "steps": [[_us(s.started), _us(s.ended)] for s in trace.steps],
         "compute": [
             [kinds[s.what], unit(s.unit), _us(s.started), _us(s.ended)]
-            for step in trace.steps
-            for s in segments(trace.records, step)
+            for found in segments_by_step(trace)
+            for s in found
         ],
         "collectives": [
             [
@@ -205,9 +205,8 @@ def _us(seconds: float) -> float:
     return round(_MICROSECONDS * seconds, 1)
 
 
-def _row(times: Any) -> dict[str, Any]:
-    return {
-        "unit": times.unit,
+def _row(times: UnitTimes) -> dict[str, Any]:
+    found = {
         "forward": times.forward + times.recompute,
         "backward": times.backward,
         "allGather": times.all_gather,
@@ -217,3 +216,5 @@ def _row(times: Any) -> dict[str, Any]:
         "exposedReduce": times.exposed_reduce,
         "exposed": times.exposed,
     }
+    # To the nanosecond: equal units stay in their order when the table is sorted.
+    return {"unit": times.unit, **{name: round(value, 9) for name, value in found.items()}}

@@ -33,14 +33,9 @@ _MOST_RANKS = 4
 
 def draw(data: TraceData, path: Path) -> None:
     """Write a picture of the last step of up to four ranks, with the memory of the first."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError(
-            "A picture of a trace needs matplotlib: pip install 'fullshard[cli]', or write the "
-            "trace as .html"
-        ) from missing
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     ranks = data.ranks[:_MOST_RANKS]
     has_memory = bool(ranks[0].memory)
@@ -57,8 +52,6 @@ def draw(data: TraceData, path: Path) -> None:
     axes[-1][0].set_xlabel("ms")
     axes[-1][0].set_xlim(0, 1e3 * step.seconds)
     used = [what for what in What if any(r.what is what for r in ranks[0].records)]
-    from matplotlib.patches import Patch
-
     figure.legend(
         handles=[Patch(color=_COLORS[what], label=str(what)) for what in used],
         loc="outside upper center",

@@ -33,6 +33,7 @@ from ..engine.runtime.unit import Unit
 from ..state.model.units import steps_of
 from .clocks import Clock, Mark, clock_for
 from .meter import Meter
+from .own_optimizers import OwnOptimizers
 from .records import RankTrace, Record, Step, UnitFacts, What
 
 
@@ -109,21 +110,37 @@ class Recorder:
         #: When the step that runs seems to have ended: after its last optimizer's step.
         self._step_end: Mark | None = None
         self._has_backward = False
-        self._in_optimizer: tuple[int, Mark] | None = None
-        self._attached: list[tuple[Any, type]] = []
+        self._optimizers = OwnOptimizers(self.units)
+        self._attached: list[Any] = []
         self._optimizer_hooks: list[Any] = []
         #: Called when a step has ended and the next one is about to begin.
         self.on_step: Callable[[], object] = _nothing
 
     # -- attaching ------------------------------------------------------------------------------
 
-    def attach(self, things: Iterable[tuple[Any, type]]) -> None:
+    def attach(self, things: Iterable[tuple[Any, Any]]) -> None:
         """Begin to record what ``things`` do, each extended by a class of ``traced.py``."""
-        for thing, extension in things:
-            own = type(thing)
-            facts = {"recorder": self, "__reduce_ex__": _as_one_of(own), "__module__": __name__}
+        found = [*things]
+        for thing, extension in found:
+            if isinstance(thing, extension) and not extension.is_shared:
+                raise RuntimeError(
+                    f"fullshard.trace cannot record {type(self.units[0].module).__name__} twice at "
+                    "the same time: leave the other trace of this model first"
+                )
+        for thing, extension in found:
+            self._attached.append(thing)
+            own: Any = type(thing)
+            if isinstance(thing, extension):
+                own.recorders.append(self)
+                continue
+            facts = {
+                "recorder": self,
+                "recorders": [self],
+                "untraced": own,
+                "__reduce_ex__": _as_one_of(own),
+                "__module__": __name__,
+            }
             thing.__class__ = type(f"Traced{own.__name__}", (extension, own), facts)
-            self._attached.append((thing, own))
         self._optimizer_hooks = [
             register_optimizer_step_pre_hook(self._optimizer_begins),
             register_optimizer_step_post_hook(self._optimizer_ended),
@@ -138,8 +155,11 @@ class Recorder:
             hook.remove()
         self._optimizer_hooks = []
         while self._attached:
-            thing, own = self._attached.pop()
-            thing.__class__ = own
+            thing = self._attached.pop()
+            traced: Any = type(thing)
+            traced.recorders.remove(self)
+            if not traced.recorders:
+                thing.__class__ = traced.untraced
 
     # -- spans on what computes -----------------------------------------------------------------
 
@@ -182,6 +202,9 @@ class Recorder:
         for unit in [*self._backward]:
             self.end_backward(unit)
         self._has_backward = True
+        if self._step_end is not None:
+            # Optimizers step inside of this backward, as soon as gradients are there.
+            self._step_end = self.mark()
 
     # -- collectives ----------------------------------------------------------------------------
 
@@ -236,13 +259,21 @@ class Recorder:
 
     @property
     def steps_ended(self) -> int:
+        """How many steps have ended."""
         return len(self._bounds) - 1
 
     def _optimizer_begins(self, optimizer: Any, *_: Any) -> None:
-        self._in_optimizer = self.begin()
+        if not self._optimizers.has(optimizer):
+            return
+        if not self.meter.knows_optimizer:
+            # What seemed to be steps of backwards alone was accumulated for this optimizer.
+            del self._bounds[1:]
+        if not self.meter.knows(optimizer):
+            self.meter.note_standing_optimizer(optimizer)
+        self._optimizers.begin(optimizer, self.begin())
 
     def _optimizer_ended(self, optimizer: Any, *_: Any) -> None:
-        begun, self._in_optimizer = self._in_optimizer, None
+        begun = self._optimizers.end(optimizer)
         if begun is None:
             return
         self.meter.note_optimizer(optimizer)

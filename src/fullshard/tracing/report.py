@@ -10,7 +10,15 @@ from .advice import advise
 from .analysis import seconds_by_kind, straggler
 from .records import CAUSES, Foretold, Memory, RankTrace, TraceData, What
 
-__all__ = ["compared", "duration_text", "in_text", "peak_of", "size_text", "step_seconds"]
+__all__ = [
+    "compared",
+    "counted",
+    "duration_text",
+    "in_text",
+    "peak_of",
+    "size_text",
+    "step_seconds",
+]
 
 
 def step_seconds(trace: RankTrace) -> float:
@@ -44,12 +52,12 @@ def in_text(data: TraceData) -> str:
     trace = data.ranks[0]
     by_kind = seconds_by_kind(trace)
     whole = sum(by_kind.values()) or 1.0
-    step = step_seconds(trace)
     count = len(trace.steps)
+    took = f" of {duration_text(step_seconds(trace))}" if count else ""
     lines = [
-        f"{count} {'step' if count == 1 else 'steps'} of {duration_text(step)} of {data.model} in "
-        f"{len(data.units)} units on {len(data.summaries)} ranks ({trace.device}); "
-        f"rank {trace.rank}:"
+        f"{counted(count, 'step')}{took} of {data.model} in {counted(len(data.units), 'unit')} on "
+        f"{counted(len(data.summaries), 'rank')} ({trace.device}); "
+        + (f"rank {trace.rank}:" if count else "no backward ended in the trace")
     ]
     for what in What:
         if by_kind.get(what):
@@ -71,6 +79,11 @@ def in_text(data: TraceData) -> str:
         )
     lines += [f"  {advice.text}" for advice in advise(data, trace)[:5]]
     return "\n".join(lines)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, such as 1 step or 3 steps."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def duration_text(seconds: float) -> str:

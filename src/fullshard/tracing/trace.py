@@ -41,9 +41,8 @@ def trace(
     All ranks that train ``model`` enter and leave the context together. The first of them writes
     ``path``: an HTML page (``.html``), a trace for Perfetto (``.json``), a picture (``.png``), or
     several of them. A step ends with its optimizer's step, or with its backward if no optimizer
-    steps. With ``steps``, recording ends after as many, though the context may last longer.
-    Pass ``optimizer`` if it has stepped before: its state then counts as the optimizer's memory,
-    and a first step of several forwards and backwards counts as one.
+    steps. With ``steps``, recording ends after as many, though the context may last longer: pass
+    ``optimizer`` then if backwards are accumulated, so that the first step is one.
 
     >>> with fullshard.trace(model, optimizer, path="trace.html") as trace:
     ...     for batch in batches:
@@ -109,8 +108,8 @@ class Trace:
         for optimizer in self._optimizers:
             recorder.meter.note_standing_optimizer(optimizer)
         recorder.on_step = self._count_step
-        self._recorder = recorder
         recorder.attach(attachments(recorder))
+        self._recorder = recorder
 
     def stop(self) -> None:
         """End recording, share what the ranks recorded, and write it; nothing if it has ended."""
@@ -160,15 +159,20 @@ class Trace:
             facts={"torch": torch.__version__, **self._facts},
         )
         if rank == summaries[0].rank and self._paths:
-            if own.steps:
-                self.save(*self._paths)
-            else:
-                warnings.warn(
-                    f"fullshard.trace recorded no step of {self._data.model}, so nothing was "
-                    "written: no backward of it ended in the context, or steps were replayed by "
-                    "a CUDA graph, in which no Python runs",
-                    stacklevel=3,
-                )
+            self._save_or_warn()
+
+    def _save_or_warn(self) -> None:
+        """Write the trace; training goes on if that is not possible."""
+        try:
+            self.save(*self._paths)
+        except RuntimeError as no_step:
+            warnings.warn(str(no_step), stacklevel=4)
+        except OSError as error:
+            warnings.warn(
+                f"fullshard.trace could not write what it recorded ({error}): write it elsewhere "
+                "with save() of the trace",
+                stacklevel=4,
+            )
 
     # -- what was recorded ----------------------------------------------------------------------
 
@@ -209,6 +213,12 @@ class Trace:
 
     def save(self, *paths: Path_) -> None:
         """Write the trace as a page (``.html``), for Perfetto (``.json``), or a picture."""
+        if not any(trace.steps for trace in self.data.ranks):
+            raise RuntimeError(
+                f"fullshard.trace recorded no step of {self.data.model}, so nothing was written: "
+                "no backward of it ended in the context, or steps were replayed by a CUDA graph, "
+                "in which no Python runs"
+            )
         for path in paths:
             write(self.data, Path(path))
 

@@ -24,7 +24,7 @@ from .recorder import Collective, Recorder
 from .records import What
 
 
-def attachments(recorder: Recorder) -> Iterator[tuple[Any, type]]:
+def attachments(recorder: Recorder) -> Iterator[tuple[Any, Any]]:
     """The objects of a recorder's model that record, with what their class is extended by."""
     groups: dict[int, Group] = {}
     for unit in recorder.units:
@@ -43,6 +43,7 @@ class TracedUnit(Unit):
     """Records all-gathers, the waits for them, and the time of resharding."""
 
     recorder: ClassVar[Recorder]
+    is_shared: ClassVar[bool] = False
 
     def _fill(self, buffers: Any) -> None:
         recorder, started = self.recorder, self.recorder.mark()
@@ -85,6 +86,7 @@ class TracedReduction(Reduction):
     """Records copies of gradients, and what is done when they are reduced."""
 
     recorder: ClassVar[Recorder]
+    is_shared: ClassVar[bool] = False
 
     def stage(self, gradients: Any) -> None:
         recorder, begun = self.recorder, self.recorder.begin()
@@ -146,6 +148,7 @@ class TracedSchedule(Schedule):
     """Records forwards."""
 
     recorder: ClassVar[Recorder]
+    is_shared: ClassVar[bool] = False
 
     @untraced
     def begin_forward(self, unit: Unit, full_precision: bool, inputs: Any) -> Any:
@@ -180,6 +183,7 @@ class TracedBackward(Backward):
     """Records backwards."""
 
     recorder: ClassVar[Recorder]
+    is_shared: ClassVar[bool] = False
 
     @untraced
     def on_output_gradient(self, unit: Unit, *others: Any) -> None:
@@ -209,15 +213,24 @@ class TracedBackward(Backward):
 
 
 class TracedGroup(Group):
-    """Records the collectives of traced units; those of other units pass through."""
+    """Records the collectives of traced units; those of other units pass through.
 
-    recorder: ClassVar[Recorder]
+    Models on the same ranks share a group, and each of them may have its trace.
+    """
+
+    recorders: ClassVar[list[Recorder]]
+    is_shared: ClassVar[bool] = True
+
+    @property
+    def _issuing(self) -> Recorder | None:
+        """The recorder of the unit that is about to issue something; None if it has none."""
+        return next((each for each in self.recorders if each.issuing is not None), None)
 
     def gather(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], unit: str
     ) -> list[Any]:
-        recorder = self.recorder
-        if recorder.issuing is None:
+        recorder = self._issuing
+        if recorder is None:
             return super().gather(outputs, inputs, unit)
         begun = recorder.begin()
         works = super().gather(outputs, inputs, unit)
@@ -239,21 +252,22 @@ class TracedGroup(Group):
     def _reduce(
         self, start: Callable[[], Callable[[], None]], *tensors: torch.Tensor
     ) -> Callable[[], None]:
-        recorder = self.recorder
-        if recorder.issuing is None or self.size == 1:
+        recorder = self._issuing
+        if recorder is None or recorder.issuing is None or self.size == 1:
             return start()
         unit, begun = recorder.issuing[1], recorder.begin()
         finish = start()
         collective = recorder.issue(_works_in(finish), begun, tensors[0].nbytes, tensors)
-        return functools.partial(self._finish_reduce, unit, collective, finish)
+        return functools.partial(_finish_reduce, recorder, unit, collective, finish)
 
-    def _finish_reduce(
-        self, unit: Unit, collective: Collective, finish: Callable[[], None]
-    ) -> None:
-        recorder, started = self.recorder, self.recorder.mark()
-        finish()
-        recorder.add_work(unit, started, What.WAIT_REDUCE)
-        collective.was_awaited(recorder.mark())
+
+def _finish_reduce(
+    recorder: Recorder, unit: Unit, collective: Collective, finish: Callable[[], None]
+) -> None:
+    started = recorder.mark()
+    finish()
+    recorder.add_work(unit, started, What.WAIT_REDUCE)
+    collective.was_awaited(recorder.mark())
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:

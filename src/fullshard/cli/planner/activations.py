@@ -70,13 +70,14 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._seconds_of = seconds_of
         self._seconds = 0.0
+        self._operations = 0
         self._has_scratch = device.type == "cuda"
         # Parameters are counted elsewhere. Held here, so that no other storage gets their address.
         self._parameters = list(parameters)
         self._sizes = {storage._cdata: 0 for storage in parameters}
         self._gradients: set[int] = set()
         self.tensors = self.gradients = 0
-        self._marks: list[tuple[Event, str, int, int, float]] = []
+        self._marks: list[tuple[Event, str, int, int, float, int]] = []
         self._peaks: list[tuple[int, int]] = []
 
     def __torch_dispatch__(
@@ -85,6 +86,7 @@ class _Recorder(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if self._seconds_of is not None:
             self._seconds += self._seconds_of(function, args, kwargs or {}, result)
+        self._operations += 1
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._count(leaf.untyped_storage())
@@ -117,7 +119,8 @@ class _Recorder(TorchDispatchMode):
             self.gradients += self._sizes[key]
 
     def mark(self, event: Event, unit: str) -> None:
-        self._marks.append((event, unit, self.tensors, self.gradients, self._seconds))
+        counted = (self.tensors, self.gradients, self._seconds, self._operations)
+        self._marks.append((event, unit, *counted))
         self._peaks.append((self.tensors, self.gradients))
 
     def restart_peak(self) -> None:
@@ -126,8 +129,8 @@ class _Recorder(TorchDispatchMode):
 
     def moments(self) -> list[Moment]:
         return [
-            Moment(event, unit, tensors, gradients, *peak, seconds)
-            for (event, unit, tensors, gradients, seconds), peak in zip(
+            Moment(event, unit, tensors, gradients, *peak, seconds, operations)
+            for (event, unit, tensors, gradients, seconds, operations), peak in zip(
                 self._marks, self._peaks, strict=True
             )
         ]

@@ -26,7 +26,7 @@ from .own_model import repeated_class
 from .prediction import Rehearsal, Subject, assemble, describe_units, record_moments
 from .step_time import Rates, simulate
 
-__all__ = ["Candidate", "OperationsCounted", "Question", "best_that_fit", "time_of"]
+__all__ = ["Candidate", "Question", "best_that_fit", "rates_of", "time_of"]
 
 #: Sequences of a rank that are tried, if the batch is not given.
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -123,7 +123,6 @@ def _has_room_for_a_unit(question: Question, options: Options, model: nn.Module)
 class _Pass:
     model: nn.Module
     moments: Sequence[Moment]
-    operations: int
 
 
 def _pass(question: Question, options: Options, sequences: int, model: nn.Module) -> _Pass:
@@ -131,12 +130,12 @@ def _pass(question: Question, options: Options, sequences: int, model: nn.Module
     options = dataclasses.replace(options, batch=sequences * question.shares)
     subject = question.make_subject()
     description = describe_units(subject.model, options, question.ranks, question.layout)
-    counted = OperationsCounted(question.machine)
+    seconds_of = question.machine.seconds_of
     moments = record_moments(
-        subject, options, question.ranks, question.device, description, counted.seconds_of
+        subject, options, question.ranks, question.device, description, seconds_of
     )
     # The units' sizes are described by the model's own dtype, float32.
-    return _Pass(model, moments, counted.count)
+    return _Pass(model, moments)
 
 
 def _rehearsed(question: Question, options: Options) -> Candidate:
@@ -159,22 +158,20 @@ def _weighed(
         question.layout,
     )
     predicted = predict(found.sizes, found.moments, found.facts)
-    seconds = time_of(found, options, question.machine, one_pass.operations)
+    seconds = time_of(found, options, question.machine)
     return Candidate(options, predicted.total, predicted.host, seconds)
 
 
-def time_of(found: Rehearsal, options: Options, machine: Machine, operations: int) -> float:
+def time_of(found: Rehearsal, options: Options, machine: Machine) -> float:
     """Seconds of a rehearsed step."""
-    trace = simulate(
-        found.sizes, found.moments, found.facts, rates_of(options, machine, operations)
-    )
+    trace = simulate(found.sizes, found.moments, found.facts, rates_of(options, machine))
     return trace.steps[0].seconds
 
 
-def rates_of(options: Options, machine: Machine, operations: int, root: str = "") -> Rates:
+def rates_of(options: Options, machine: Machine, root: str = "") -> Rates:
     """What the time of a step depends on, beside its moments."""
     part = compute_dtype(options).itemsize / torch.float32.itemsize
-    return Rates(machine, options.accumulate, part, operations, root)
+    return Rates(machine, options.accumulate, part, root)
 
 
 def between(first: Sequence[Moment], second: Sequence[Moment], part: float) -> list[Moment]:
@@ -194,21 +191,10 @@ def between(first: Sequence[Moment], second: Sequence[Moment], part: float) -> l
             int(at(a.peak_tensors, b.peak_tensors)),
             int(at(a.peak_gradients, b.peak_gradients)),
             at(a.seconds, b.seconds),
+            b.operations,
         )
         for a, b in zip(first, second, strict=True)
     ]
-
-
-class OperationsCounted:
-    """A machine's estimates of operations, and how many it was asked for."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self.count = 0
-
-    def seconds_of(self, function: Any, args: Any, kwargs: Any, result: Any) -> float:
-        self.count += 1
-        return self._machine.seconds_of(function, args, kwargs, result)
 
 
 def _choices(question: Question, name: str, values: Sequence[Any]) -> Sequence[Any]:

@@ -42,6 +42,8 @@ class Moment:
     peak_gradients: int
     #: Seconds of compute from the beginning of the step to this moment, if they were estimated.
     seconds: float = 0.0
+    #: Operations that the host has given out until then.
+    operations: int = 0
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ..options import COMMAND_LINE, Options, build_options
 from ..problems import BadInput
 from ..words import counted
 from .device_memory import bytes_of_device
-from .fit import Candidate, OperationsCounted, Question, best_that_fit
+from .fit import Candidate, Question, best_that_fit
 from .machine import Machine
 from .memory import Prediction, predict
 from .own_model import own_subject, repeated_class, step_errors_as_bad_input
@@ -87,16 +87,15 @@ def plan(
             if not found:
                 return DOES_NOT_FIT
             options, subject, chooses_wrap = found[0].options, make_subject(), False
-        operations = OperationsCounted(machine) if machine is not None else None
-        seconds_of = None if operations is None else operations.seconds_of
+        seconds_of = None if machine is None else machine.seconds_of
         step = rehearse(subject, options, ranks, device, layout, seconds_of)
     predicted = predict(step.sizes, step.moments, step.facts)
     console.print(_heading(options, ranks, device, step.description, vocabulary, api))
     if chooses_wrap:
         console.print(_chosen_wrap(options.wrap))
     _print_memory(console, predicted)
-    if machine is not None and operations is not None:
-        data = foretold_trace(step, options, machine, operations.count)
+    if machine is not None:
+        data = foretold_trace(step, options, machine)
         _print_time(console, data, machine, timing.picture)
     if limit is None:
         return 0

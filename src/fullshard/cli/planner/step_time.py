@@ -15,8 +15,10 @@ from fullshard.tracing.records import Memory, RankTrace, Record, Step, What
 from .machine import Machine
 from .memory import Event, Facts, Moment, Parts, UnitSizes, Walk
 
-__all__ = ["Rates", "simulate"]
+__all__ = ["Rates", "host_seconds", "simulate"]
 
+#: The events of a unit in a pass, over which the host's work for it is spread.
+_EVENTS = 4
 #: What AdamW reads and writes per byte of a float32 parameter: parameter, gradient, two averages.
 _OPTIMIZER_TRAFFIC = 7
 
@@ -30,8 +32,6 @@ class Rates:
     passes: int = 1
     #: Bytes that a rank's shards have in the dtype that is all-gathered, per byte that they have.
     gathered_part: float = 1.0
-    #: Operations that the host gives out in a pass.
-    operations: int = 0
     root: str = ""
 
 
@@ -47,21 +47,21 @@ def simulate(
         walk = TimedWalk(
             {unit.path: unit for unit in units}, facts, forwards.copy(), rates=rates, compute=now
         )
-        walk.network = now
+        walk.network = walk.host = now
         walk.records, walk.memory = records, memory
         for moment in moments:
             walk.follow(moment)
         now = walk.compute
     now = _optimizer(units, facts, rates, now, records)
-    host = rates.passes * (
-        rates.operations * rates.machine.per_operation + len(units) * rates.machine.per_unit
-    )
-    if facts.policy.runs_ahead:
-        now = max(now, host)
-    else:
-        now += host
     records.sort(key=lambda record: record.issued)
     return RankTrace(0, "", rates.machine.name, [Step(1, 0.0, now)], records, memory)
+
+
+def host_seconds(units: Sequence[UnitSizes], moments: Sequence[Moment], rates: Rates) -> float:
+    """How long the host takes to give out a step."""
+    operations = max((moment.operations for moment in moments), default=0)
+    machine = rates.machine
+    return rates.passes * (operations * machine.per_operation + len(units) * machine.per_unit)
 
 
 def _optimizer(
@@ -77,12 +77,17 @@ def _optimizer(
 
 @dataclass
 class TimedWalk(Walk):
-    """A walk through a step that knows what time it is."""
+    """A walk through a step that knows what time it is.
+
+    A device cannot have computed what its host has not given out yet: a unit's forward or backward
+    lasts until then, as it does in a trace of a step that ran.
+    """
 
     rates: Rates = field(default_factory=lambda: Rates(Machine("", 1, 1, 1, 1)))
-    #: When compute, and the network, have done what they were given.
+    #: When compute, and the network, have done what they were given, and when the host gave it.
     compute: float = 0.0
     network: float = 0.0
+    host: float = 0.0
     records: list[Record] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
     #: When all-gathers and reduce-scatters on their way end, by unit.
@@ -93,6 +98,7 @@ class TimedWalk(Walk):
     #: The units inside of whose forward or backward compute is.
     inside: list[tuple[What, str]] = field(default_factory=list)
     seconds: float = 0.0
+    operations: int = 0
 
     def follow(self, moment: Moment) -> None:
         self._compute_until(moment)
@@ -104,14 +110,23 @@ class TimedWalk(Walk):
             self.memory.append(_as_memory(self.compute, parts))
 
     def _compute_until(self, moment: Moment) -> None:
-        seconds, self.seconds = moment.seconds - self.seconds, moment.seconds
-        if seconds <= 0:
+        end = self.compute + moment.seconds - self.seconds
+        given_out = (moment.operations - self.operations) * self.rates.machine.per_operation
+        if moment.event is not Event.END:
+            given_out += self.rates.machine.per_unit / _EVENTS
+        self.seconds, self.operations = moment.seconds, moment.operations
+        if self.facts.policy.runs_ahead:
+            self.host += given_out
+            end = max(end, self.host)
+        else:
+            end += given_out
+        if end <= self.compute:
             return
         if self.inside:
             what, unit = self.inside[-1]
-            self._occupy(what, unit, seconds)
+            self._occupy(what, unit, end - self.compute)
         else:
-            self.compute += seconds
+            self.compute = end
 
     def _enter_or_leave(self, moment: Moment) -> None:
         unit, event = moment.unit, moment.event
@@ -151,7 +166,8 @@ class TimedWalk(Walk):
     def _gather(self, path: str) -> None:
         if path not in self.gathered and self.facts.options.is_sharded:
             # A device is given it ahead of time, and gathers into what the last unit but one left.
-            ready = self.freed[0] if self.facts.policy.runs_ahead else self.compute
+            runs_ahead = self.facts.policy.runs_ahead
+            ready = max(self.freed[0], self.host) if runs_ahead else self.compute
             self.gathers[path] = self._communicate(
                 What.ALL_GATHER, path, self.units[path].full, ready
             )

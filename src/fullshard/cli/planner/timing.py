@@ -20,12 +20,16 @@ from ..options import Options
 from .fit import Candidate, Question, rates_of
 from .machine import MACHINES, Machine, machine_named
 from .prediction import Rehearsal
-from .step_time import simulate
+from .step_time import host_seconds, simulate
 
 __all__ = ["Timing", "fit_table", "fit_text", "foretold_trace", "machine_for", "time_text"]
 
+#: The fact that says what limits a foretold step, if it is the host.
+LIMIT = "limit"
 #: Rows of the table of candidates.
 _ROWS = 8
+#: A host that needs this part of a step to give it out is what limits it.
+_LIMITS = 0.9
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,10 @@ def machine_for(timing: Timing, device: torch.device, device_memory: str | None)
     return machine_named(name, timing.flops, timing.bandwidth)
 
 
-def foretold_trace(
-    found: Rehearsal, options: Options, machine: Machine, operations: int
-) -> TraceData:
+def foretold_trace(found: Rehearsal, options: Options, machine: Machine) -> TraceData:
     """The step as a trace."""
     root = f"(root) {found.description.model_class}"
-    rates = rates_of(options, machine, operations, root)
+    rates = rates_of(options, machine, root)
     trace = simulate(found.sizes, found.moments, found.facts, rates)
     strategy = found.facts.options.strategy.name
     units = [UnitFacts(u.path or root, u.elements, strategy) for u in found.description.units]
@@ -69,6 +71,9 @@ def foretold_trace(
         "network": f"{machine.network / 1e9:g} GB/s",
         "batch": f"{options.batch} x {options.sequence} tokens per step",
     }
+    host = host_seconds(found.sizes, found.moments, rates)
+    if found.facts.policy.runs_ahead and host > _LIMITS * trace.steps[0].seconds:
+        facts[LIMIT] = f"the host, which takes {duration_text(host)} to give out a step"
     model = found.description.model_class
     return TraceData(model, units, [trace], summaries, is_foretold=True, facts=facts)
 
@@ -79,10 +84,12 @@ def time_text(data: TraceData, machine: Machine) -> str:
     by_kind = seconds_by_kind(trace)
     waits = by_kind.get(What.WAIT_ALL_GATHER, 0.0) + by_kind.get(What.WAIT_REDUCE, 0.0)
     seconds = trace.steps[0].seconds
+    limit = data.facts.get(LIMIT)
+    advice = "larger batches, fewer units or captured steps help."
     return (
         f"A step takes about {duration_text(seconds)} on {machine.name} with a network of "
         f"{machine.network / 1e9:g} GB/s per rank; {100 * waits / seconds:.0f} % of it waits for "
-        "communication."
+        "communication." + (f" The limit is {limit}: {advice}" if limit else "")
     )
 
 

@@ -27,10 +27,12 @@ function fillShares() {
     for (const [kind, seconds] of parts) {
       const share = 100 * seconds / whole, part = element("i", share > 7 ? `${share.toFixed(0)} %` : "");
       part.style.cssText = `width:${share}%;background:var(--${KIND_COLORS[kind]})`;
-      if (kind === "outside of units") part.style.color = "var(--ink)";
-      part.title = `${kind}: ${secondsText(seconds)} (${share.toFixed(1)} %)`;
-      part.addEventListener("pointermove", (event) => showText([kind, `${secondsText(seconds)}, ${share.toFixed(1)} %`], event));
-      part.addEventListener("pointerleave", () => showTooltip(null));
+      part.style.color = wordColors[KIND_COLORS[kind]];
+      const words = [kind, `${secondsText(seconds)}, ${share.toFixed(1)} %`], show = (event) => showText(words, event);
+      part.setAttribute("aria-label", words.join(": "));
+      part.addEventListener("pointermove", show);
+      part.addEventListener("click", show);
+      part.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") showTooltip(null); });
       bar.append(part);
     }
     const who = element("span", data.isForetold ? "each rank" : "rank " + rank, "who");
@@ -42,8 +44,7 @@ function showText(lines, event) {
   const tooltip = byId("tooltip");
   tooltip.hidden = false;
   tooltip.replaceChildren(element("b", lines[0]), lines[1]);
-  tooltip.style.left = Math.min(event.clientX + 12, innerWidth - tooltip.offsetWidth - 6) + "px";
-  tooltip.style.top = event.clientY + 18 + "px";
+  placeTooltip(event.clientX, event.clientY);
 }
 
 // A table whose columns sort it. A column is [heading, value to sort by, cell]. Of very many rows
@@ -66,7 +67,7 @@ function fillTable(table, columns, rows, sortedBy, isDescending = true) {
     cell.tabIndex = 0;
     const sort = () => { isDescending = n === sortedBy ? !isDescending : n > 0; sortedBy = n; fill(); };
     cell.addEventListener("click", sort);
-    cell.addEventListener("keydown", (event) => { if (event.key === "Enter") sort(); });
+    cell.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { sort(); event.preventDefault(); } });
     head.append(cell);
   });
   table.append(element("thead", head), body);
@@ -80,9 +81,13 @@ function fillUnits() {
     (row) => element("td", secondsText(row[key]), isExposed && row[key] > most / 10 ? "exposed" : ""),
   ];
   const unit = (row) => {
-    const cell = element("td", element("bdi", row.unit), "name");
-    cell.title = row.unit;
-    cell.addEventListener("click", () => timeline.want(timeline.wanted === row.unit ? "" : row.unit));
+    const button = element("button", element("bdi", row.unit)), cell = element("td", button, "name");
+    button.type = "button";
+    button.title = `Show ${row.unit} alone in the timeline`;
+    button.addEventListener("click", () => {
+      timeline.wantUnit(row.unit);
+      byId("timeline-section").scrollIntoView({ block: "nearest" });
+    });
     return cell;
   };
   const waits = (row) => {
@@ -100,7 +105,8 @@ function fillUnits() {
     ["all waits", (row) => row.exposed, waits],
   ], data.table, 8);
   const who = data.isForetold ? "Foretold for each rank" : `Per step, on rank ${data.ranks[0].rank}`;
-  byId("table-hint").textContent = `${who}. Waits are what compute waits for communication; the rest of it runs beside compute.`;
+  const few = data.table.length > MOST_ROWS ? ` The first ${MOST_ROWS} of ${data.table.length} units are shown.` : "";
+  byId("table-hint").textContent = `${who}. Waits are the time for which compute waits for communication; the rest of the communication runs beside compute.${few}`;
 }
 
 function fillComparison() {

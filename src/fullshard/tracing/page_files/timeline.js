@@ -10,14 +10,24 @@ const KIND_COLORS = {
   "outside of units": "outside", "all-gather": "gather", "reduce-scatter": "reduce",
 };
 const CAUSE_COLORS = ["shards", "optimizer-state", "gradients", "unsharded", "reduce-buffers", "rest"];
-const FONT = '12px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
+const FAMILY = 'system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
+const FONT = "12px " + FAMILY, SMALL_FONT = "10.5px " + FAMILY;
 
-let colors = {};
+let colors = {}, wordColors = {};
 function readColors() {
   const style = getComputedStyle(document.documentElement);
   const read = (name) => style.getPropertyValue("--" + name).trim();
   const names = [...Object.values(KIND_COLORS), ...CAUSE_COLORS, "ink", "soft", "line", "grid", "panel", "accent", "warn"];
   colors = Object.fromEntries(names.map((name) => [name, read(name)]));
+  wordColors = Object.fromEntries(names.map((name) => [name, isBright(colors[name]) ? "#101820" : "#ffffff"]));
+}
+// Whether dark words are easier to read on a color than white ones, by its luminance (WCAG).
+function isBright(hex) {
+  const [red, green, blue] = [1, 3, 5].map((n) => {
+    const part = parseInt(hex.slice(n, n + 2), 16) / 255;
+    return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+  });
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18;
 }
 
 function timeText(us) {
@@ -26,6 +36,8 @@ function timeText(us) {
   if (size >= 1e3) return (us / 1e3).toPrecision(3) + " ms";
   return us.toFixed(size < 10 ? 1 : 0) + " µs";
 }
+// A round number of an axis, without zeros behind the point.
+const tickText = (text) => text.replace(/(\.\d*?)0+ /, "$1 ").replace(". ", " ");
 function bytesText(bytes) {
   let size = bytes;
   for (const unit of ["bytes", "KiB", "MiB", "GiB"]) {
@@ -34,20 +46,37 @@ function bytesText(bytes) {
   }
   return size.toPrecision(3) + " TiB";
 }
+const nameOf = (rank) => {
+  if (data.isForetold) return "each rank";
+  const isAlone = data.summaries.every(({ host }) => host === rank.host);
+  return "rank " + rank.rank + (isAlone ? "" : ` (${rank.host.split(" ")[0]})`);
+};
 const unitName = (unit) => (typeof unit === "number" ? data.units[unit] : unit);
 
 const LANES = { compute: 26, gather: 15, reduce: 15 };
-const AXIS = 26, RANK_GAP = 14, RANK_TITLE = 18, MEMORY = 130, LEFT = 4, RIGHT = 4;
+const AXIS = 26, RANK_GAP = 14, RANK_TITLE = 18, MEMORY = 130, RIGHT = 4;
+// What is drawn of very many things: those narrower than this share a pixel with their neighbour.
+const NARROW = 0.6;
+// Of ordered items, the first whose end is not before a moment.
+function firstReaching(items, moment, endOf) {
+  let low = 0, high = items.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (endOf(items[middle]) < moment) low = middle + 1; else high = middle;
+  }
+  return low;
+}
+const totalOf = (moment) => moment.slice(1).reduce((sum, size) => sum + size, 0);
 
 const timeline = {
   canvas: document.querySelector("#timeline canvas"),
   begin: 0, end: 1, low: 0, high: 1,
-  memoryOf: 0, wanted: "",
+  memoryOf: 0, wanted: "", isExact: false,
 
   start() {
-    const bounds = data.ranks.flatMap((rank) => rank.steps.flat());
-    this.low = Math.min(...bounds);
-    this.high = Math.max(...bounds);
+    const first = data.ranks.map((rank) => rank.steps[0]).filter(Boolean), last = data.ranks.map((rank) => rank.steps.at(-1)).filter(Boolean);
+    this.low = Math.min(...first.map(([begin]) => begin));
+    this.high = Math.max(...last.map(([, end]) => end));
     const steps = data.ranks[0].steps;
     // One step fills the picture at first: the last, which is as usual as steps get.
     [this.begin, this.end] = steps[steps.length - 1] || [0, 1];
@@ -65,8 +94,13 @@ const timeline = {
   hasMemory() { return data.ranks[this.memoryOf].memory.length > 0; },
   height() { return this.hasMemory() ? this.memoryTop() + MEMORY + 6 : this.memoryTop() - RANK_TITLE; },
 
-  x(us) { return LEFT + (us - this.begin) / (this.end - this.begin) * (this.width - LEFT - RIGHT); },
-  at(x) { return this.begin + (x - LEFT) / (this.width - LEFT - RIGHT) * (this.end - this.begin); },
+  // The names of the lanes stand to the left of the plot.
+  get isNarrow() { return this.width < 640; },
+  get left() { return this.isNarrow ? 74 : 96; },
+  get plotWidth() { return this.width - this.left - RIGHT; },
+  get perPixel() { return (this.end - this.begin) / this.plotWidth; },
+  x(us) { return this.left + (us - this.begin) / this.perPixel; },
+  at(x) { return this.begin + (x - this.left) * this.perPixel; },
 
   show(begin, end) {
     const least = 2, most = (this.high - this.low) * 1.04;
@@ -74,7 +108,7 @@ const timeline = {
     begin = Math.min(Math.max(begin, this.low - most * 0.02), this.high + most * 0.02 - length);
     this.begin = begin;
     this.end = begin + length;
-    this.markButtons();
+    this.markStep();
     this.draw();
   },
   zoom(factor, around = (this.begin + this.end) / 2) {
@@ -99,103 +133,164 @@ const timeline = {
     data.ranks.forEach((rank, number) => this.drawRank(pen, rank, number));
     if (this.hasMemory()) this.drawMemory(pen, data.ranks[this.memoryOf]);
   },
+  // What is drawn inside stays in the plot.
+  inPlot(pen, top, height, draw) {
+    pen.save();
+    pen.beginPath();
+    pen.rect(this.left, top, this.plotWidth, height);
+    pen.clip();
+    draw();
+    pen.restore();
+  },
+  // The beginning of the step in which a moment of the first rank lies.
+  stepBegin(moment) {
+    const steps = data.ranks[0].steps;
+    return (steps.find(([, end]) => moment < end) || steps.at(-1) || [this.low])[0];
+  },
 
   drawAxis(pen, height) {
-    const span = this.end - this.begin;
-    const rough = span / Math.max(2, Math.floor(this.width / 110));
+    const rough = (this.end - this.begin) / Math.max(2, Math.floor(this.plotWidth / (this.isNarrow ? 70 : 110)));
     const power = 10 ** Math.floor(Math.log10(rough));
     const every = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough);
-    const zero = data.ranks[0].steps.find(([b, e]) => this.begin < e)?.[0] ?? this.low;
+    const zero = this.stepBegin(this.begin);
+    const upright = (x) => { pen.beginPath(); pen.moveTo(x, AXIS - 6); pen.lineTo(x, height); pen.stroke(); };
     pen.strokeStyle = colors.grid;
     pen.fillStyle = colors.soft;
     pen.lineWidth = 1;
-    const first = Math.ceil((this.begin - zero) / every);
-    for (let n = first; zero + n * every <= this.end; n++) {
+    for (let n = Math.ceil((this.begin - zero) / every - 1e-6); zero + n * every <= this.end; n++) {
       const x = Math.round(this.x(zero + n * every)) + 0.5;
-      pen.beginPath(); pen.moveTo(x, AXIS - 6); pen.lineTo(x, height); pen.stroke();
-      const label = n === 0 ? "0" : timeText(n * every);
-      const width = pen.measureText(label).width;
-      pen.fillText(label, Math.min(Math.max(x - width / 2, 2), this.width - width - 2), 10);
+      upright(x);
+      const label = n === 0 ? "0" : tickText(timeText(n * every)), width = pen.measureText(label).width;
+      pen.fillText(label, Math.min(Math.max(x - width / 2, this.left - 4), this.width - width - 2), 10);
     }
     pen.strokeStyle = colors.soft;
     pen.setLineDash([4, 4]);
     for (const [begin] of data.ranks[0].steps.slice(1)) {
       const x = Math.round(this.x(begin)) + 0.5;
-      if (x > 0 && x < this.width) { pen.beginPath(); pen.moveTo(x, AXIS - 6); pen.lineTo(x, height); pen.stroke(); }
+      if (x > this.left && x < this.width) upright(x);
     }
     pen.setLineDash([]);
+  },
+
+  title(pen, text, y, color = colors.ink) {
+    pen.font = "600 " + FONT;
+    // Lines of the axis end around the words.
+    pen.fillStyle = colors.panel;
+    pen.fillRect(0, y - RANK_TITLE / 2, pen.measureText(text).width + 8, RANK_TITLE);
+    pen.fillStyle = color;
+    pen.fillText(text, 4, y);
+    pen.font = FONT;
+  },
+  name(pen, text, y) {
+    pen.font = this.isNarrow ? SMALL_FONT : FONT;
+    pen.fillStyle = colors.soft;
+    pen.fillText(text, 4, y);
+    pen.font = FONT;
   },
 
   drawRank(pen, rank, number) {
     let top = AXIS + number * (this.rankHeight() + RANK_GAP);
     const isSlow = data.straggler && data.straggler.rank === rank.rank;
-    pen.fillStyle = isSlow ? colors.warn : colors.ink;
-    pen.font = "600 " + FONT;
-    const title = (data.isForetold ? "each rank" : "rank " + rank.rank) + (isSlow ? ": the others wait for it" : "");
-    pen.fillText(title, LEFT, top + RANK_TITLE / 2);
-    pen.font = FONT;
+    this.title(pen, nameOf(rank) + (isSlow ? ": the others wait for it" : ""), top + RANK_TITLE / 2, isSlow ? colors.warn : colors.ink);
     top += RANK_TITLE;
-    for (const [kind, unit, begin, end] of rank.compute) {
-      this.box(pen, { kind, unit, begin, end, rank }, top, LANES.compute);
-    }
-    top += LANES.compute + 2;
-    for (const [kind, unit, issued, begin, end, bytes] of rank.collectives) {
-      const isReduce = data.kinds[kind] === "reduce-scatter";
-      this.box(pen, { kind, unit, begin, end, issued, bytes, rank }, top + (isReduce ? LANES.gather + 1 : 0), LANES.gather);
-    }
+    const gathers = top + LANES.compute + 2, reduces = gathers + LANES.gather + 1;
+    this.name(pen, "compute", top + LANES.compute / 2);
+    this.name(pen, "all-gather", gathers + LANES.gather / 2);
+    this.name(pen, "reduce-scatter", reduces + LANES.reduce / 2);
+    const isReduce = (kind) => data.kinds[kind] === "reduce-scatter";
+    this.inPlot(pen, top, this.rankHeight(), () => {
+      for (let n = firstReaching(rank.compute, this.begin, (item) => item[3]); n < rank.compute.length; n++) {
+        const [kind, unit, begin, end] = rank.compute[n];
+        if (begin > this.end) break;
+        this.box(pen, { kind, unit, begin, end, rank }, top, LANES.compute);
+      }
+      for (const [kind, unit, issued, begin, end, bytes] of rank.collectives) {
+        if (end < this.begin || begin > this.end) continue;
+        this.box(pen, { kind, unit, begin, end, issued, bytes, rank }, isReduce(kind) ? reduces : gathers, LANES.gather);
+      }
+    });
   },
 
   box(pen, item, top, height) {
-    const left = this.x(item.begin), right = this.x(item.end);
-    if (right < 0 || left > this.width) return;
-    const kind = data.kinds[item.kind], name = unitName(item.unit);
-    const faded = this.wanted && !name.includes(this.wanted);
-    const width = Math.max(right - left, 0.6);
-    pen.globalAlpha = faded ? 0.18 : 1;
-    pen.fillStyle = colors[KIND_COLORS[kind]];
+    const left = this.x(item.begin), right = this.x(item.end), before = this.boxes.at(-1);
+    const isNarrow = right - left < NARROW;
+    if (isNarrow && before && before.top === top && right < before.left + NARROW) return;
+    const color = KIND_COLORS[data.kinds[item.kind]], width = Math.max(right - left, NARROW);
+    pen.globalAlpha = this.isFaded(item.unit) ? 0.18 : 1;
+    pen.fillStyle = colors[color];
     pen.fillRect(left, top, width > 3 ? width - 0.6 : width, height);
     if (width > 16) {
-      const dark = ["outside of units", "engine", "reshard", "recompute"].includes(kind);
-      pen.fillStyle = dark ? colors.ink : "#fff";
-      const from = Math.max(left, 0) + 5, room = Math.min(right, this.width) - from - 4;
-      pen.fillText(clipped(pen, labelOf(kind, name), room), from, top + height / 2 + 0.5);
+      pen.fillStyle = wordColors[color];
+      const from = Math.max(left, this.left) + 5, room = Math.min(right, this.width) - from - 4;
+      pen.fillText(clipped(pen, labelOf(data.kinds[item.kind], unitName(item.unit)), room), from, top + height / 2 + 0.5);
     }
     pen.globalAlpha = 1;
     this.boxes.push({ item, left, right: left + width, top, bottom: top + height });
   },
+  isFaded(unit) {
+    const name = unitName(unit);
+    return this.wanted && (this.isExact ? name !== this.wanted : !name.includes(this.wanted));
+  },
 
   drawMemory(pen, rank) {
-    const top = this.memoryTop(), moments = rank.memory;
-    const total = (moment) => moment.slice(1).reduce((sum, size) => sum + size, 0);
-    const visible = moments.filter((m) => m[0] >= this.begin && m[0] <= this.end);
-    const largest = Math.max(...(visible.length ? visible : moments).map(total), 1);
-    const bottom = top + MEMORY, y = (bytes) => bottom - bytes / (largest * 1.06) * MEMORY;
-    pen.fillStyle = colors.ink;
-    pen.font = "600 " + FONT;
-    const who = data.isForetold ? "each rank" : "rank " + rank.rank;
-    pen.fillText(`memory of ${who}: up to ${bytesText(largest)}`, LEFT, top - RANK_TITLE / 2);
-    pen.font = FONT;
-    let floor = moments.map(() => 0);
-    data.causes.forEach((_, cause) => {
-      const ceiling = moments.map((moment, n) => floor[n] + moment[cause + 1]);
-      pen.fillStyle = colors[CAUSE_COLORS[cause]];
-      pen.beginPath();
-      this.outline(pen, moments, ceiling, y, false);
-      this.outline(pen, moments, floor, y, true);
-      pen.closePath();
-      pen.fill();
-      floor = ceiling;
+    const top = this.memoryTop(), bottom = top + MEMORY, moments = this.visibleMoments(rank);
+    const largest = Math.max(...moments.map(totalOf), 1);
+    const y = (bytes) => bottom - bytes / (largest * 1.06) * MEMORY;
+    this.title(pen, `memory of ${nameOf(rank)}: up to ${bytesText(largest)}`, top - RANK_TITLE / 2);
+    this.inPlot(pen, top, MEMORY, () => {
+      let floor = moments.map(() => 0);
+      data.causes.forEach((_, cause) => {
+        const ceiling = moments.map((moment, n) => floor[n] + moment[cause + 1]);
+        pen.fillStyle = colors[CAUSE_COLORS[cause]];
+        pen.beginPath();
+        this.outline(pen, moments, ceiling, y, false);
+        this.outline(pen, moments, floor, y, true);
+        pen.closePath();
+        pen.fill();
+        floor = ceiling;
+      });
     });
+    this.drawSizes(pen, largest, y);
+  },
+  // The moments in view and the one before them; of those that share a pixel, the largest and the last.
+  visibleMoments(rank) {
+    const moments = rank.memory, found = [];
+    const from = Math.max(firstReaching(moments, this.begin, (moment) => moment[0]) - 1, 0);
+    let column = null, largest = null, last = null;
+    const flush = () => { if (largest) found.push(...(largest === last ? [last] : [largest, last])); };
+    for (let n = from; n < moments.length && moments[n][0] <= this.end; n++) {
+      const here = Math.floor(this.x(moments[n][0]));
+      if (here !== column) { flush(); [column, largest] = [here, moments[n]]; }
+      if (totalOf(moments[n]) > totalOf(largest)) largest = moments[n];
+      last = moments[n];
+    }
+    flush();
+    return found.length ? found : [moments[0]];
   },
   // Memory stays what it was until the next moment that is known.
   outline(pen, moments, levels, y, isBackward) {
     const order = moments.map((_, n) => n);
     if (isBackward) order.reverse();
     for (const n of order) {
-      const here = this.x(moments[n][0]), next = this.x(n + 1 < moments.length ? moments[n + 1][0] : this.high);
+      const here = this.x(moments[n][0]), next = n + 1 < moments.length ? this.x(moments[n + 1][0]) : this.left + this.plotWidth;
       const [first, second] = isBackward ? [next, here] : [here, next];
       pen.lineTo(first, y(levels[n]));
       pen.lineTo(second, y(levels[n]));
+    }
+  },
+  drawSizes(pen, largest, y) {
+    const unit = 1024 ** Math.floor(Math.log(largest) / Math.log(1024)), rough = largest / unit / 3.2;
+    const power = 10 ** Math.floor(Math.log10(rough));
+    const every = unit * [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough);
+    pen.strokeStyle = colors.ink;
+    pen.lineWidth = 1;
+    for (let size = 0; size <= largest * 1.06; size += every) {
+      const at = Math.round(y(size)) + 0.5;
+      // Not where the title stands.
+      if (at > y(largest * 1.06) + 6) this.name(pen, size ? tickText(bytesText(size)) : "0", size ? at : at - 5);
+      pen.globalAlpha = 0.14;
+      pen.beginPath(); pen.moveTo(this.left, at); pen.lineTo(this.width - RIGHT, at); pen.stroke();
+      pen.globalAlpha = 1;
     }
   },
 
@@ -213,73 +308,6 @@ const timeline = {
     }
     return null;
   },
-
-  makeControls() {
-    const controls = byId("controls");
-    const add = (text, label, act) => {
-      const button = document.createElement("button");
-      button.type = "button";
-      button.textContent = text;
-      button.setAttribute("aria-label", label);
-      button.addEventListener("click", act);
-      controls.append(button);
-      return button;
-    };
-    const steps = data.ranks[0].steps;
-    this.stepButtons = [];
-    if (steps.length > 1) {
-      const all = add("all", "Show all steps", () => this.show(this.low, this.high));
-      this.stepButtons.push([all, this.low, this.high]);
-      steps.slice(0, 12).forEach(([begin, end], n) => {
-        this.stepButtons.push([add("step " + (n + 1), "Show step " + (n + 1), () => this.show(begin, end)), begin, end]);
-      });
-    } else {
-      add("all", "Show everything", () => this.show(this.low, this.high));
-    }
-    add("−", "Zoom out", () => this.zoom(1.6)).id = "zoom-out";
-    add("+", "Zoom in", () => this.zoom(1 / 1.6)).id = "zoom-in";
-    if (data.ranks.length > 1 && this.hasMemory()) {
-      const select = document.createElement("select");
-      select.setAttribute("aria-label", "Whose memory to show");
-      data.ranks.forEach((rank, n) => select.add(new Option("memory of rank " + rank.rank, n)));
-      select.value = this.memoryOf;
-      select.addEventListener("change", () => { this.memoryOf = Number(select.value); this.draw(); });
-      controls.append(select);
-    }
-    const search = document.createElement("input");
-    search.type = "search";
-    search.placeholder = "find a unit";
-    search.setAttribute("aria-label", "Find a unit by its name");
-    search.addEventListener("input", () => { this.want(search.value); });
-    controls.append(search);
-    this.search = search;
-    byId("hint").textContent = "Drag to move, Ctrl + scroll or pinch to zoom, hover or tap for details, click a unit to see it alone.";
-    this.markButtons();
-  },
-  markButtons() {
-    for (const [button, begin, end] of this.stepButtons || []) {
-      const shown = Math.abs(this.begin - begin) + Math.abs(this.end - end) < (end - begin) * 0.01;
-      button.setAttribute("aria-pressed", String(shown));
-    }
-  },
-  want(text) {
-    this.wanted = text;
-    if (this.search.value !== text) this.search.value = text;
-    this.draw();
-  },
-
-  makeLegend() {
-    const used = new Set(data.ranks.flatMap((rank) => [...rank.compute, ...rank.collectives].map((item) => item[0])));
-    const add = (name, color) => {
-      const entry = document.createElement("span"), swatch = document.createElement("i");
-      swatch.className = "swatch";
-      swatch.style.background = `var(--${color})`;
-      entry.append(swatch, name);
-      byId("legend").append(entry);
-    };
-    data.kinds.forEach((kind, n) => { if (used.has(n)) add(kind, KIND_COLORS[kind]); });
-    if (this.hasMemory()) data.causes.forEach((cause, n) => add(cause, CAUSE_COLORS[n]));
-  },
 };
 
 function labelOf(kind, name) {
@@ -294,97 +322,4 @@ function clipped(pen, text, room) {
     if (pen.measureText(rest).width <= room) return rest;
   }
   return "";
-}
-
-// -- hovering and moving ------------------------------------------------------------------------
-
-function describe(found) {
-  const lines = [];
-  if (found.moment) {
-    const sizes = found.moment.slice(1);
-    lines.push("memory " + bytesText(sizes.reduce((sum, size) => sum + size, 0)));
-    data.causes.forEach((cause, n) => { if (sizes[n]) lines.push(`${cause}: ${bytesText(sizes[n])}`); });
-    return lines;
-  }
-  const kind = data.kinds[found.kind], name = unitName(found.unit);
-  lines.push(kind === "outside of units" ? `${name} (the program itself)` : `${kind}${name ? " of " + name : ""}`);
-  lines.push(timeText(found.end - found.begin) + (data.isForetold ? "" : ` on rank ${found.rank.rank}`));
-  if (found.bytes) {
-    const seconds = (found.end - found.begin) / 1e6;
-    lines.push(`${bytesText(found.bytes)}` + (seconds > 0 ? `, ${(found.bytes / seconds / 1e9).toPrecision(3)} GB/s` : ""));
-  }
-  if (found.issued !== undefined && found.begin - found.issued > 1) lines.push(`issued ${timeText(found.begin - found.issued)} before it ran`);
-  return lines;
-}
-
-function showTooltip(found, x, y) {
-  const tooltip = byId("tooltip");
-  tooltip.hidden = !found;
-  if (!found) return;
-  const [first, ...others] = describe(found), title = document.createElement("b");
-  title.textContent = first;
-  tooltip.replaceChildren(title, ...others.flatMap((line, n) => (n ? [document.createElement("br"), line] : [line])));
-  const { width, height } = tooltip.getBoundingClientRect();
-  tooltip.style.left = Math.max(6, Math.min(x + 14, innerWidth - width - 6)) + "px";
-  tooltip.style.top = (y + 18 + height > innerHeight ? Math.max(6, y - height - 12) : y + 18) + "px";
-}
-
-function listen(timeline) {
-  const canvas = timeline.canvas, pointers = new Map();
-  let moved = false;
-  const perPixel = () => (timeline.end - timeline.begin) / timeline.width;
-  const at = (event) => { const box = canvas.getBoundingClientRect(); return [event.clientX - box.left, event.clientY - box.top]; };
-  canvas.addEventListener("pointerdown", (event) => {
-    pointers.set(event.pointerId, event.clientX);
-    canvas.setPointerCapture(event.pointerId);
-    canvas.classList.add("dragging");
-    moved = false;
-  });
-  canvas.addEventListener("pointermove", (event) => {
-    const [x, y] = at(event);
-    if (!pointers.has(event.pointerId)) { showTooltip(timeline.find(x, y), event.clientX, event.clientY); return; }
-    const before = [...pointers.values()];
-    const step = event.clientX - pointers.get(event.pointerId);
-    if (pointers.size === 1 && Math.abs(step) < 4 && !moved) return;
-    moved = true;
-    pointers.set(event.pointerId, event.clientX);
-    if (pointers.size === 1) timeline.move(-step * perPixel());
-    else if (pointers.size === 2) {
-      const after = [...pointers.values()], box = canvas.getBoundingClientRect();
-      const spread = (pair) => Math.max(Math.abs(pair[0] - pair[1]), 10);
-      timeline.zoom(spread(before) / spread(after), timeline.at((after[0] + after[1]) / 2 - box.left));
-    }
-    showTooltip(null);
-  });
-  const release = (event) => {
-    pointers.delete(event.pointerId);
-    if (!pointers.size) canvas.classList.remove("dragging");
-  };
-  canvas.addEventListener("pointerup", (event) => {
-    release(event);
-    if (moved) return;
-    const found = timeline.find(...at(event));
-    if (event.pointerType !== "mouse") { showTooltip(found, event.clientX, event.clientY); return; }
-    const name = found && typeof found.unit === "number" ? unitName(found.unit) : "";
-    timeline.want(name === timeline.wanted ? "" : name);
-  });
-  canvas.addEventListener("pointercancel", release);
-  canvas.addEventListener("pointerleave", () => showTooltip(null));
-  canvas.addEventListener("wheel", (event) => {
-    const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY) ? event.deltaX : event.shiftKey ? event.deltaY : 0;
-    if (event.ctrlKey || event.metaKey) timeline.zoom(Math.exp(Math.max(-60, Math.min(60, event.deltaY)) * 0.008), timeline.at(at(event)[0]));
-    else if (sideways) timeline.move(sideways * perPixel());
-    else return;
-    event.preventDefault();
-  }, { passive: false });
-  canvas.addEventListener("keydown", (event) => {
-    const tenth = (timeline.end - timeline.begin) / 10;
-    const acts = {
-      ArrowLeft: () => timeline.move(-tenth), ArrowRight: () => timeline.move(tenth),
-      ArrowUp: () => timeline.zoom(0.8), ArrowDown: () => timeline.zoom(1.25),
-      "+": () => timeline.zoom(0.8), "-": () => timeline.zoom(1.25),
-      Home: () => timeline.show(timeline.low, timeline.high), Escape: () => timeline.want(""),
-    };
-    if (acts[event.key]) { acts[event.key](); event.preventDefault(); }
-  });
 }
