@@ -54,8 +54,7 @@ class ModuleUnit:
         self.communication = Communication(unit, mesh.ranks)
         self._gather_after: Any = None
         #: What the user had prefetched when this unit's forward, or backward, begins.
-        self.forward_prefetch: list[ModuleUnit] = []
-        self.backward_prefetch: list[ModuleUnit] = []
+        self._prefetched_in_forward: list[ModuleUnit] = []
 
     # -- a forward ----------------------------------------------------------------------------
 
@@ -71,7 +70,7 @@ class ModuleUnit:
             if self._adapts_inputs:
                 args, kwargs = self._adapt_inputs(args, kwargs)
             call = schedule.begin_forward(unit, False, (args, kwargs))
-            if self.forward_prefetch:
+            if self._prefetched_in_forward:
                 self._prefetch(schedule)
             output = schedule.end_forward(unit, function(*args, **kwargs), call)
         except BaseException as error:
@@ -103,7 +102,7 @@ class ModuleUnit:
 
     @untraced
     def _prefetch(self, schedule: Schedule) -> None:
-        for other in self.forward_prefetch:
+        for other in self._prefetched_in_forward:
             schedule.unshard(other.unit)
 
     @untraced
@@ -144,6 +143,14 @@ class ModuleUnit:
         return schedule
 
     # -- options ------------------------------------------------------------------------------
+
+    def prefetch_in_forward(self, others: list[ModuleUnit]) -> None:
+        """Have ``others`` all-gathered when this unit's forward begins."""
+        self._prefetched_in_forward = others
+
+    def prefetch_in_backward(self, others: list[ModuleUnit]) -> None:
+        """Have ``others`` all-gathered when backward reaches this unit; if empty, the next one."""
+        self.unit.prefetch_when_reached([other.unit for other in others] or None)
 
     def set_reshard_after_forward(self, reshards: bool) -> None:
         self.unit.keep_parts(None)

@@ -108,7 +108,7 @@ class Trace:
         recorder = Recorder(self._find())
         for optimizer in self._optimizers:
             recorder.meter.note_standing_optimizer(optimizer)
-        recorder.on_step = self._count_step
+        recorder.call_after_steps(self._count_step)
         self._recorder = recorder
         recorder.attach(attachments(recorder))
 
@@ -117,7 +117,6 @@ class Trace:
         recorder = self._recorder
         if recorder is None:
             return
-        recorder.on_step = _nothing
         recorder.end()
         self._let_go()
         self._share(recorder)
@@ -225,7 +224,3 @@ def detailed_ranks(summaries: Sequence[RankSummary], limit: int) -> set[int]:
         if len(chosen) < limit:
             chosen[rank] = None
     return set(chosen)
-
-
-def _nothing() -> None:
-    """The trace ends anyway."""
