@@ -28,7 +28,8 @@ from .api import (
 from .engine.comm.disagreement import RankLostError, RanksDisagreeError
 from .engine.params.flat_parameter import FlatParameter
 from .forward_method import register_fsdp_forward_method
-from .fsdp import FullyShardedDataParallel, UnshardHandle
+from .fsdp import FullyShardedDataParallel
+from .full_parameters import UnshardHandle
 from .grad.scaler import ShardedGradScaler
 from .state.model.summon import summon_full_params
 from .state.optim.methods import optim_state_template

@@ -5,7 +5,6 @@ What the wrapper does is decided in ``wrap``, carried out by ``engine``, and sho
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import os
@@ -36,15 +35,14 @@ from .engine.params.locations import WRAPPED_MODULE, clean_tensor_name, own_modu
 from .engine.runtime.forward import Schedule
 from .engine.runtime.policy import UnitOptions
 from .engine.runtime.precision import UNCHANGED_BUFFERS, BufferPrecision, cast_floating
-from .engine.runtime.unit import Unit
 from .engine.runtime.untraced import untraced, untraced_itself
-from .facts import TrainingState, UnitFacts
 from .forward_method import register_fsdp_forward_method
+from .full_parameters import FullParameters
 from .gradient_methods import GradientMethods
 from .input_precision import InputPrecision
+from .introspection import Introspection
 from .state.model.deferred_init import check_initializable
 from .state.model.methods import StateDicts
-from .state.model.summon import summon_full_params
 from .state.optim.methods import OptimStateDicts
 from .uneven import UnevenInputs
 from .wrap import (
@@ -68,7 +66,8 @@ class FullyShardedDataParallel(
     StateDicts,
     OptimStateDicts,
     UnevenInputs,
-    UnitFacts,
+    FullParameters,
+    Introspection,
 ):
     """Shards a module's parameters, gradients and optimizer state over data-parallel ranks.
 
@@ -341,71 +340,6 @@ class FullyShardedDataParallel(
             self._start()
         return bool(self._is_root)
 
-    @staticmethod
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> contextlib.AbstractContextManager[None]:
-        """Inside the context ``module`` has its full parameters, under their original names.
-
-        Changes made inside are kept if ``writeback``; with ``rank0_only`` the other ranks keep
-        seeing their shards; ``with_grads`` shows full gradients too. The same as
-        :func:`fullshard.summon_full_params`.
-        """
-        return summon_full_params(
-            module, recurse, writeback, rank0_only, offload_to_cpu, with_grads
-        )
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this wrapper's own parameters now, ahead of their use, in compute precision.
-
-        Those of nested wrappers stay sharded. The next forward uses what is there and then frees
-        it as the strategy says; :meth:`reshard` frees it before. To be called by all ranks. With
-        ``async_op`` the call returns at once; parameters are full after ``wait()`` of the handle,
-        or in the forward, whichever comes first.
-
-        >>> handle = model.blocks[0].unshard(async_op=True)
-        """
-        schedule = self._schedule or self._outermost()._start()
-        schedule.unshard(self._unit)
-        handle = UnshardHandle(schedule, self._unit)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def reshard(self) -> None:
-        """Give this wrapper's full parameters back; changes made to them since are kept."""
-        if self._schedule is not None:
-            self._schedule.reshard(self._unit)
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """``nn.Module.apply`` with full parameters in place; changes are kept.
-
-        Refused inside ``summon_full_params``, whose options decide whether changes are kept.
-        """
-        if self._applying:
-            return super().apply(fn)
-        wrappers = self.fsdp_modules(self)
-        for wrapper in wrappers:
-            if wrapper._unit.summoned:
-                wrapper._assert_state(TrainingState.IDLE)
-        with self.summon_full_params(self):
-            for wrapper in wrappers:
-                wrapper._applying = True
-            try:
-                return super().apply(fn)
-            finally:
-                for wrapper in wrappers:
-                    wrapper._applying = False
-
-    #: Whether ``apply`` of this wrapper, or of one around it, has its full parameters in place.
-    _applying = False
-
     # -- moving, copying, saving ------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -444,19 +378,6 @@ def _show_public_arguments(function: Any) -> None:
 _show_public_arguments(FullyShardedDataParallel.__init__)
 # Not a base class: its metaclass would make every isinstance() of a wrapper slower.
 Joinable.register(FullyShardedDataParallel)
-
-
-class UnshardHandle:
-    """A gather that :meth:`FullyShardedDataParallel.unshard` started."""
-
-    def __init__(self, schedule: Schedule, *units: Unit) -> None:
-        self._schedule = schedule
-        self._units = units
-
-    def wait(self) -> None:
-        """Return when the full parameters are in place."""
-        for unit in self._units:
-            self._schedule.finish_unshard(unit)
 
 
 def _unit_name(path: str, wrapper: FullyShardedDataParallel) -> str:

@@ -72,6 +72,11 @@ class UnevenInputs(nn.Module):
         )
         return _JoinHook(self._joined)
 
+    def _leave_join(self, joined: _Joined) -> None:
+        """Forget ``joined``, unless the model was given to another ``Join`` in the meantime."""
+        if self._joined is joined:
+            self._joined = None
+
     @property
     def join_device(self) -> torch.device:
         """The device of the tensor with which ``Join`` counts the ranks that have data."""
@@ -256,8 +261,7 @@ class _Joined:
             hook.remove()
         self._schedule.join(None)
         self.joining.leave()
-        if self._model._joined is self:
-            self._model._joined = None
+        self._model._leave_join(self)
 
     def abandon(self) -> None:
         """Leave the context early, and tell the other ranks; does nothing after its regular end."""

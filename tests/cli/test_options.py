@@ -20,7 +20,7 @@ from fullshard.cli.option_files import read_values, to_toml
 from fullshard.cli.options import Options, build_options
 from fullshard.cli.problems import BadInput
 from fullshard.cli.sharding import communication
-from fullshard.cli.trainer.rates import learning_rate
+from fullshard.cli.trainer.optimization import learning_rate
 from fullshard.cli.words import rounded
 
 

@@ -22,7 +22,7 @@ from fullshard.cli.data import read_text
 from fullshard.cli.model import GPT, next_token_loss
 from fullshard.cli.options import Options
 from fullshard.cli.problems import BadInput
-from fullshard.cli.trainer.rates import learning_rate
+from fullshard.cli.trainer.optimization import learning_rate
 from fullshard.cli.trainer.reports import draw_losses
 from fullshard.cli.trainer.resumption import resumption_in_words
 from fullshard.cli.trainer.run_folder import RunFolder

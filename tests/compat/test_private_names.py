@@ -159,7 +159,7 @@ def test_a_unit_tells_that_it_is_in_the_middle_of_a_step() -> None:
     model(torch.rand(1, 2, device=device())).sum().backward()
 
     assert [state.name for state in seen] == ["FORWARD_BACKWARD"]
-    assert model.training_state is fullshard.facts.TrainingState.IDLE
+    assert model.training_state is fullshard.introspection.TrainingState.IDLE
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,10 @@ pytestmark = pytest.mark.skipif(
     not hasattr(COMMON, "ShardPlacementResult"),
     reason="this version of torch has no ShardPlacementResult to compare with",
 )
+
+
+def _answer(placement: Any, _: nn.Parameter) -> Any:
+    return placement
 
 
 class Experts(nn.Module):
@@ -242,7 +247,8 @@ def test_what_a_placement_cannot_be_is_refused() -> None:
     for placement, kind, words in cases:
         with pytest.raises(kind, match=words):
             fullshard.fully_shard(
-                nn.Linear(3, 4, bias=False), shard_placement_fn=lambda _, given=placement: given
+                nn.Linear(3, 4, bias=False),
+                shard_placement_fn=functools.partial(_answer, placement),
             )
     wrong = COMMON.FSDPMeshInfo(mesh_of("outer", "inner"), shard_mesh_dim=1)
     with pytest.raises(NotImplementedError, match=r"'weight'.*pass FSDPMeshInfo\(mesh"):

@@ -29,7 +29,7 @@ from torch import nn
 
 from fullshard import BackwardPrefetch, CPUOffload, ShardingStrategy
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.state.model.units import unit_of
+from fullshard.state.model.units import units_of
 from fullshard.testing import device, ranks
 
 SHARDING = pytest.mark.parametrize("strategy", [*STRATEGIES[:2], *IN_PLACE])
@@ -98,7 +98,10 @@ def test_while_any_unit_computes_every_unit_is_all_full_or_all_sharded(
         build(Net), sharding_strategy=strategy, auto_wrap_policy=policy, use_orig_params=True
     )
     blocks = list(module_of(model).blocks)
-    shards = [[p for handle in unit_of(block).handles for p in handle.params] for block in blocks]
+    shards = [
+        [p for unit in units_of(block) for handle in unit.handles for p in handle.params]
+        for block in blocks
+    ]
     seen: list[set[bool]] = []
 
     def look(*_: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.engine.traffic import counted_traffic
 from tests.original.training import (
     STRATEGIES,
@@ -306,3 +307,29 @@ def test_strategies_that_keep_full_parameters_gather_once_inside_no_sync(
         assert traffic.reduced == 0
         train_step(model, 3)
         assert_at_rest(model)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2)
+def test_reduced_gradients_keep_their_precision_through_no_sync(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    precision = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    model = pair(strategy, mixed_precision=precision)[use_orig_params]
+
+    def backward(factor: float) -> list[torch.Tensor | None]:
+        model(inputs(0)).float().mul(factor).sum().backward()
+        return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+    # Twice as large, as they are made whole on two ranks, float16 could not contain them.
+    reduced = backward(12000.0)
+    largest = torch.stack([g.abs().max() for g in reduced if g is not None and g.numel()]).max()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    assert 2**15 < largest < 2**16
+    with model.no_sync():
+        backward(0.0)
+    after = backward(0.0)
+    for before, now in zip(reduced, after, strict=True):
+        assert (before is None) == (now is None)
+        assert before is None or torch.equal(now, before)

@@ -104,7 +104,7 @@ def test_tensors_that_stand_in_for_one_call_are_refused_and_change_nothing(
     model = FSDP(build(Model), sharding_strategy=strategy, use_orig_params=True)
     names = [name for name, _ in nn.Module.named_parameters(model)]
     others = dict(zip(names, map(torch.randn_like, reference.parameters()), strict=True))
-    with pytest.raises(RuntimeError, match=r"0\.weight' is replaced by a plain tensor"):
+    with pytest.raises(RuntimeError, match=r"0\.weight' was replaced by a plain tensor"):
         torch.func.functional_call(model, others, inputs(0))
     assert_same_parameters(reference, model)
 

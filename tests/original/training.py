@@ -297,7 +297,7 @@ def assert_at_rest(model: nn.Module) -> None:
                     assert local_part(parameter).numel() == piece.numel, unit.name
             for buffer in handle.full_buffers.values():
                 nbytes = buffer.flat.untyped_storage().nbytes()
-                assert buffer.is_standing or nbytes == 0, unit.name
+                assert buffer.is_shard_backed or nbytes == 0, unit.name
 
 
 def living_bytes() -> int:

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import _common_utils
 from fullshard import FullyShardedDataParallel
 from fullshard.engine.params.handle import FlatParamHandle
 from fullshard.engine.params.layout import Piece
-from fullshard.facts import UnitFacts
-from fullshard.fsdp import UnshardHandle
+from fullshard.full_parameters import UnshardHandle
 from fullshard.grad.hooks import make_hook, register
+from fullshard.introspection import Introspection
 
 from . import flat_parameter, handle
 
@@ -29,8 +29,8 @@ __all__ = ["attach", "detach"]
 
 _native_parameters = FullyShardedDataParallel.named_parameters
 _native_buffers = FullyShardedDataParallel.named_buffers
-_comm_hook = vars(UnitFacts)["_comm_hook"].fget
-_comm_hook_state = vars(UnitFacts)["_comm_hook_state"].fget
+_comm_hook = vars(Introspection)["_comm_hook"].fget
+_comm_hook_state = vars(Introspection)["_comm_hook_state"].fget
 
 
 # -- names of parameters ----------------------------------------------------------------------

@@ -22,7 +22,7 @@ from fullshard.api import HYBRID_STRATEGIES, NO_RESHARD_AFTER_FORWARD_STRATEGIES
 from fullshard.engine.params import handle as flat_param
 from fullshard.engine.params.layout import FlatParamShardMetadata
 from fullshard.engine.params.locations import clean_tensor_name
-from fullshard.facts import TrainingState
+from fullshard.introspection import TrainingState
 
 from . import private
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..engine.comm.collectives import as_real, group_for
+from ..engine.comm.collectives import group_for
+from ..engine.comm.messages import as_real
 
 #: The name of the scaler in the order check and in errors.
 _NAME = "gradient scaler"

@@ -11,7 +11,7 @@ from torch import nn
 from ..engine.params.row_handle import RowHandle
 from ..engine.runtime.untraced import untraced_itself
 from ..forward_method import ForwardMethod
-from ..fsdp import UnshardHandle
+from ..full_parameters import UnshardHandle
 from .communication import Communication
 from .module_unit import ModuleUnit, unit_of
 from .torchs_state import ModuleState
@@ -262,18 +262,14 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """All-gather the ``modules``, in this order, when this one's forward begins."""
-        self._fullshard_module_unit.forward_prefetch = _all_units(modules)
+        self._fullshard_module_unit.prefetch_in_forward(_all_units(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """All-gather the ``modules``, in this order, when this one's backward begins.
 
         Without any, the one that ran before it in forward.
         """
-        of = self._fullshard_module_unit
-        of.backward_prefetch = _all_units(modules)
-        chosen = [other.unit for other in of.backward_prefetch]
-        for each in of.with_inner():
-            each.unit.prefetch_when_reached(chosen or None)
+        self._fullshard_module_unit.prefetch_in_backward(_all_units(modules))
 
     def _register_forward_method(self, method_name: str) -> None:
         """Let calls of a method run with the module's full parameters in place."""

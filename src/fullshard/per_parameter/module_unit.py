@@ -66,8 +66,7 @@ class ModuleUnit:
         #: Parameters that another unit sharded before this one, by name, and that unit.
         self._other_users: dict[str, weakref.ref[ModuleUnit]] = {}
         #: What the user had prefetched when this unit's forward, or backward, begins.
-        self.forward_prefetch: list[ModuleUnit] = []
-        self.backward_prefetch: list[ModuleUnit] = []
+        self._prefetched_in_forward: list[ModuleUnit] = []
 
     # -- a forward ----------------------------------------------------------------------------
 
@@ -83,7 +82,7 @@ class ModuleUnit:
             if self._adapts_inputs:
                 args, kwargs = self._adapt_inputs(args, kwargs)
             call = schedule.begin_forward(unit, False, (args, kwargs))
-            if self.forward_prefetch:
+            if self._prefetched_in_forward:
                 self._prefetch(schedule)
             if self.inner is None:
                 output = function(*args, **kwargs)
@@ -119,7 +118,7 @@ class ModuleUnit:
 
     @untraced
     def _prefetch(self, schedule: Schedule) -> None:
-        for other in self.forward_prefetch:
+        for other in self._prefetched_in_forward:
             schedule.unshard(other.unit)
 
     @untraced
@@ -191,6 +190,16 @@ class ModuleUnit:
                 )
 
     # -- options ------------------------------------------------------------------------------
+
+    def prefetch_in_forward(self, others: list[ModuleUnit]) -> None:
+        """Have ``others`` all-gathered when this unit's forward begins."""
+        self._prefetched_in_forward = others
+
+    def prefetch_in_backward(self, others: list[ModuleUnit]) -> None:
+        """Have ``others`` all-gathered when backward reaches this unit; if empty, the next one."""
+        chosen = [other.unit for other in others] or None
+        for each in self.with_inner():
+            each.unit.prefetch_when_reached(chosen)
 
     def set_reshard_after_forward(self, reshards: bool) -> None:
         self.unit.keep_parts(None)

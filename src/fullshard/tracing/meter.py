@@ -66,7 +66,7 @@ class Meter:
         size = 0
         for handle in unit.handles:
             for buffer in handle.full_buffers.values():
-                if not buffer.is_standing:
+                if not buffer.is_shard_backed:
                     size += _held_by(buffer.flat)
                 if buffer.is_copied_out:
                     # What an all-gather fills before it is copied.

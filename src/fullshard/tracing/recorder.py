@@ -17,7 +17,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,9 +114,13 @@ class Recorder:
         self._attached: list[Any] = []
         self._optimizer_hooks: list[Any] = []
         #: Called when a step has ended and the next one is about to begin.
-        self.on_step: Callable[[], object] = _nothing
+        self._on_step: Callable[[], object] = _nothing
 
     # -- attaching ------------------------------------------------------------------------------
+
+    def call_after_steps(self, on_step: Callable[[], object]) -> None:
+        """Call ``on_step`` whenever a step has ended and the next one is about to begin."""
+        self._on_step = on_step
 
     def attach(self, things: Iterable[tuple[Any, Any]]) -> None:
         """Begin to record what ``things`` do, each extended by a class of ``traced.py``."""
@@ -208,6 +212,15 @@ class Recorder:
 
     # -- collectives ----------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def issuing_for(self, what: What, unit: Unit) -> Generator[None, None, None]:
+        """Record the collectives that are issued inside this context as ``unit``'s."""
+        self.issuing = (what, unit)
+        try:
+            yield
+        finally:
+            self.issuing = None
+
     def issue(
         self, works: Sequence[Any], begun: tuple[int, Mark], nbytes: int, tensors: Sequence[Any]
     ) -> Collective:
@@ -236,6 +249,7 @@ class Recorder:
 
     def end(self) -> None:
         """Nothing follows: the step that runs has ended, if it got to its backward's end."""
+        self._on_step = _nothing
         self._end_step()
 
     def _end_step(self) -> None:
@@ -246,7 +260,7 @@ class Recorder:
         self._has_backward = False
         self._bounds.append(self.mark() if ended is None else ended)
         self.meter.note_all_gradients()
-        self.on_step()
+        self._on_step()
 
     @property
     def _has_seen_optimizer(self) -> bool:

@@ -107,7 +107,7 @@ class Trace:
         recorder = Recorder(self._find())
         for optimizer in self._optimizers:
             recorder.meter.note_standing_optimizer(optimizer)
-        recorder.on_step = self._count_step
+        recorder.call_after_steps(self._count_step)
         recorder.attach(attachments(recorder))
         self._recorder = recorder
 
@@ -116,7 +116,6 @@ class Trace:
         recorder = self._recorder
         if recorder is None:
             return
-        recorder.on_step = _nothing
         recorder.end()
         self._let_go()
         self._share(recorder)
@@ -235,7 +234,3 @@ def detailed_ranks(summaries: Sequence[RankSummary], limit: int) -> set[int]:
         if len(chosen) < limit:
             chosen[rank] = None
     return set(chosen)
-
-
-def _nothing() -> None:
-    """The trace ends anyway."""

@@ -47,11 +47,8 @@ class TracedUnit(Unit):
 
     def _fill(self, buffers: Any) -> None:
         recorder, started = self.recorder, self.recorder.mark()
-        recorder.issuing = (What.ALL_GATHER, self)
-        try:
+        with recorder.issuing_for(What.ALL_GATHER, self):
             super()._fill(buffers)
-        finally:
-            recorder.issuing = None
         recorder.add_work(self, started)
         recorder.meter.note_unsharded(self)
 
@@ -96,22 +93,15 @@ class TracedReduction(Reduction):
 
     def _start(self, item: flow.ReduceInput) -> flow.Reducing:
         recorder, started = self.recorder, self.recorder.mark()
-        recorder.issuing = (What.REDUCE_SCATTER, self._unit)
-        try:
+        with recorder.issuing_for(What.REDUCE_SCATTER, self._unit):
             reducing = super()._start(item)
-        finally:
-            recorder.issuing = None
         recorder.add_work(self._unit, started)
         recorder.meter.note_reducing(self._unit, beside=reducing.sum.nbytes)
         return reducing
 
     def _finish(self, reducing: flow.Reducing) -> torch.Tensor | None:
-        recorder = self.recorder
-        recorder.issuing = (What.REDUCE_SCATTER, self._unit)
-        try:
+        with self.recorder.issuing_for(What.REDUCE_SCATTER, self._unit):
             return super()._finish(reducing)
-        finally:
-            recorder.issuing = None
 
     def reduce(self) -> None:
         started = self.recorder.mark()

@@ -45,10 +45,16 @@ def simulate(
     forwards = [moment.unit for moment in moments if moment.event is Event.FORWARD]
     for _ in range(rates.passes):
         walk = TimedWalk(
-            {unit.path: unit for unit in units}, facts, forwards.copy(), rates=rates, compute=now
+            {unit.path: unit for unit in units},
+            facts,
+            forwards.copy(),
+            rates=rates,
+            compute=now,
+            network=now,
+            host=now,
+            records=records,
+            memory=memory,
         )
-        walk.network = walk.host = now
-        walk.records, walk.memory = records, memory
         for moment in moments:
             walk.follow(moment)
         now = walk.compute

@@ -7,7 +7,7 @@ import shlex
 
 from ..options import Options
 from ..problems import BadInput
-from .rates import learning_rate
+from .optimization import learning_rate
 from .run_folder import RunFolder
 
 __all__ = ["check_steps", "nothing_left", "resumption_in_words"]

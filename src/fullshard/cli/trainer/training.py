@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -31,7 +31,12 @@ from ..planner.measure import Measured, watch_step
 from ..planner.prediction import foretold_memory, gpt_subject, predict_memory
 from ..problems import BadInput
 from ..sharding import STRATEGIES, checkpoint_units, communication, mixed_precision, wrap_policy
-from .rates import learning_rate
+from .optimization import (
+    keep_numbers_on_gpu,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+)
 from .reports import Progress, reporter_for
 from .resumption import resumption_in_words
 from .run_folder import RunFolder, skipped_in_silence
@@ -146,22 +151,6 @@ def build_model(options: Options, device: torch.device) -> FullyShardedDataParal
     )
 
 
-def make_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW; or Muon, which updates whole matrices by about as much as AdamW would."""
-
-    def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        decay = options.weight_decay
-        return torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=decay, fused=True)
-
-    def muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        decay = options.weight_decay
-        return torch.optim.Muon(parameters, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-
-    if options.optimizer == "adamw":
-        return adamw(model.parameters())
-    return fullshard.optim.whole(muon, model, rest=adamw)
-
-
 def make_trace(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, folder: RunFolder
 ) -> fullshard.Trace | None:
@@ -169,28 +158,6 @@ def make_trace(
     if not options.trace:
         return None
     return fullshard.trace(model, optimizer, [folder.trace, folder.trace.with_suffix(".json")])
-
-
-def keep_numbers_on_gpu(
-    optimizer: torch.optim.Optimizer, captures: bool, device: torch.device
-) -> None:
-    """For captured steps, have the learning rate and the count of steps on the GPU, or not.
-
-    After a checkpoint was loaded: its run may have been captured, and this one not, or vice versa.
-    """
-    for group in optimizer.param_groups:
-        rate = float(group["lr"])
-        group["lr"] = torch.tensor(rate, device=device) if captures else rate
-        group["capturable"] = captures
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate; one that is a tensor is filled, since a graph reads its memory."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
 
 
 def materializer(model: nn.Module, seed: int, device: torch.device) -> Callable[[nn.Module], None]:

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ..encoding.encodings import Encoding
-from .collectives import own_alias
 from .encoded_exchange import EncodedParts
 from .hosts import Hosts, hosts_of
+from .messages import own_alias
 from .pending_work import PendingWork
 
 #: Up to how many bytes an exchange of copies costs less than a broadcast for each piece.

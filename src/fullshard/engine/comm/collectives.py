@@ -1,7 +1,7 @@
-"""The engine's collectives: all-gather, reduce-scatter, all-reduce, broadcast and others.
+"""The collectives of a step: all-gather, reduce-scatter, all-reduce, all-to-all.
 
-The ranks of a group first agree on every operation (see ``order_check.py``), then issue it. What is
-here fits every backend; ``gloo.py`` has the ways that are faster over gloo.
+The ranks of a group first agree on every operation (see ``order_check.py``), then issue it. This
+code works with every backend; ``gloo.py`` has implementations that are faster over gloo.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import torch.distributed as dist
 from ..encoding.encodings import Encoding
 from . import failures
 from .agreements import NoAgreement, agreement_for
-from .announcement import Announcements, announcements_of
 from .backends import backend_of, is_gloo
+from .between_steps import BetweenSteps
 from .disagreement import RankLostError, RanksDisagreeError
 from .encoded_exchange import EncodedParts
+from .messages import as_real, bytes_of, own_alias
 from .order_check import Agreement
 from .watcher import abort
 
@@ -43,10 +44,11 @@ _MAXIMUM = _reducing(dist.AllreduceOptions(), dist.ReduceOp.MAX)
 _MEAN_SCATTER = _reducing(dist.ReduceScatterOptions(), dist.ReduceOp.AVG)
 
 
-class Group:
-    """A process group with what the engine asks of it, decided once.
+class Group(BetweenSteps):
+    """A process group, and the engine's collectives over it.
 
-    Stands in for objects that only know ``rank()`` and ``size()``, up to the first collective.
+    The process group may be an object with ``rank()`` and ``size()`` only, up to the first
+    collective.
     """
 
     #: Whether, on an accelerator, the device waits for operations while the host goes on.
@@ -59,7 +61,7 @@ class Group:
         self.size: int = group.size()
         is_real = isinstance(group, dist.ProcessGroup)
         self._agreement = agreement_for(group) if is_real else NoAgreement()
-        #: What all ranks expect; None where nobody checks it.
+        #: The order of operations that ranks expect; None if it is not checked.
         self._order = self._agreement.order
         #: Whether the ranks agree on every operation before it starts.
         self.checks_order = self._order is not None
@@ -118,11 +120,11 @@ class Group:
     def _give_up(self, error: BaseException) -> None:
         stuck.append(self.group)
         if self.runs_ahead and isinstance(error, RanksDisagreeError | RankLostError):
-            # What the device waits for will not come: the process could not even end.
+            # The device waits for something that will not come: the process could not end.
             abort(self.group)
 
     def _explain(self, error: RuntimeError) -> NoReturn:
-        """Raise why the backend refuses to start anything: most likely a rank is gone."""
+        """Raise an error that says why the backend fails: most likely a rank is gone."""
         try:
             self._agreement.explain(error)
         except RuntimeError as explained:
@@ -130,9 +132,10 @@ class Group:
             raise
 
     def note_capturing(self, active: bool) -> None:
-        """Note that collectives are captured in a graph from now on, or carried out again.
+        """Note whether collectives are captured in a graph from now on, or carried out.
 
-        Ranks agree on it as always, and not on replays: no Python runs then.
+        Ranks agree on captured collectives as on others, but not on replays, in which no Python
+        runs.
         """
         self._agreement.note_capturing(active)
         # Not asked for: who has not reduced over two levels yet has none.
@@ -151,7 +154,7 @@ class Group:
             self._order.return_to(bookmark)
 
     def wait(self, *pending: Any) -> None:
-        """Wait for what was started (on an accelerator: order the current stream)."""
+        """Wait for started operations (on an accelerator, the current stream waits)."""
         try:
             for work in pending:
                 if self._order is not None:
@@ -164,7 +167,7 @@ class Group:
             raise
 
     def pending(self, work: Any, *tensors: torch.Tensor) -> Any:
-        """The object to wait for, of an operation on ``tensors``."""
+        """The object to wait for after starting ``work``, an operation on ``tensors``."""
         return work
 
     def gather(
@@ -172,7 +175,9 @@ class Group:
     ) -> list[Any]:
         """Start filling each output with all ranks' inputs, in one launch."""
         self.agree("gather", unit, *outputs)
-        received, sent = list(map(as_real, outputs)), list(map(as_real, inputs))
+        # As in ``as_real``, with one call in place of two for each tensor.
+        received = [torch.view_as_real(t) if t.is_complex() else t for t in outputs]
+        sent = [torch.view_as_real(t) if t.is_complex() else t for t in inputs]
         try:
             if len(received) == 1:
                 return [self._all_gather(received[0], sent[0])]
@@ -187,21 +192,6 @@ class Group:
             return self.group.all_gather_single(output, piece)
         return self.group._allgather_base(output, piece)
 
-    def gather_to_first(
-        self, outputs: Sequence[torch.Tensor], piece: torch.Tensor, unit: str
-    ) -> None:
-        """Fill ``outputs`` on the group's first rank, one per rank, with all ranks' pieces."""
-        self.agree("gather to the first rank", unit, piece)
-        options = dist.GatherOptions()
-        options.rootRank = 0
-        received = list(map(own_alias, outputs)) if self.rank == 0 else []
-        piece = own_alias(piece)
-        outputs_of_first = [received] if self.rank == 0 else []
-        # Not kept in a variable: nothing but what is waited for may hold the work.
-        self.wait(
-            self.pending(self.group.gather(outputs_of_first, [piece], options), piece, *received)
-        )
-
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, unit: str) -> None:
         """Sum ``full`` over the ranks and leave this rank's slice in ``output``.
 
@@ -212,9 +202,9 @@ class Group:
     def start_reduce_scatter(
         self, output: torch.Tensor, full: torch.Tensor, unit: str, mean: bool = False
     ) -> Callable[[], None]:
-        """Begin to reduce; the result is in ``output`` when what is returned has been called.
+        """Begin to reduce; the result is in ``output`` once the returned function was called.
 
-        A ``mean`` can be asked of a group that ``averages``.
+        Only a group that ``averages`` can compute a ``mean``.
         """
         if self.size == 1:
             return functools.partial(output.copy_, full)  # type: ignore[return-value]
@@ -239,10 +229,10 @@ class Group:
         encoding: Encoding,
         unit: str,
     ) -> Callable[[], torch.Tensor]:
-        """Begin to sum ``full``, of which ranks send each other their parts encoded.
+        """Begin to sum ``full``, whose parts ranks send each other encoded.
 
-        The sum of this rank's part is in ``output``, in its dtype, when what is returned has been
-        called. That returns, for each byte of ``present``, whether it is set on any rank.
+        Once the returned function was called, ``output`` contains the sum of this rank's part, in
+        its own dtype. The function returns, for each byte of ``present``, whether any rank set it.
         """
         self.agree("reduce", unit, full)
         if self._levels is not None:
@@ -265,7 +255,7 @@ class Group:
 
     @functools.cached_property
     def _levels(self) -> TwoLevels | None:
-        """Where several hosts have several ranks each, the ranks of hosts and those across them."""
+        """The groups of ranks within and across hosts, if several hosts have several ranks each."""
         from .two_levels import TwoLevels  # of Groups
 
         return TwoLevels.of(self.group, torch.device(self.device_type or "cpu"))
@@ -286,13 +276,13 @@ class Group:
     def all_reduce(
         self, tensor: torch.Tensor, unit: str, verb: str = "all-reduce", mean: bool = False
     ) -> None:
-        """Sum ``tensor`` over the ranks, in place; or make it their ``mean``, as above."""
+        """Sum ``tensor`` over the ranks, in place, or replace it by their ``mean``."""
         self.start_all_reduce(tensor, unit, verb, mean)()
 
     def start_all_reduce(
         self, tensor: torch.Tensor, unit: str, verb: str = "all-reduce", mean: bool = False
     ) -> Callable[[], None]:
-        """Begin to sum ``tensor``; it is the sum when what is returned has been called."""
+        """Begin to sum ``tensor``, which is complete once the returned function was called."""
         if self.size == 1:
             return _nothing
         self.agree(verb, unit, tensor)
@@ -311,23 +301,6 @@ class Group:
         tensor = own_alias(tensor)
         self.wait(self.pending(self.group.allreduce([tensor], _MAXIMUM), tensor))
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], unit: str) -> None:
-        """Overwrite each tensor, which must be contiguous, with that of the group's first rank."""
-        if self.size == 1:
-            return
-        self.agree("broadcast", unit, *tensors)
-        options = broadcast_from(0)
-        for tensor in map(bytes_of, tensors):
-            self.wait(self.pending(self.group.broadcast([tensor], options), tensor))
-
-    def broadcast_by(self, owner: int, tensor: torch.Tensor, unit: str) -> None:
-        """Overwrite ``tensor``, which must be contiguous, with that of rank ``owner``."""
-        if self.size == 1:
-            return
-        self.agree(f"broadcast from rank {owner}", unit, tensor)
-        tensor = bytes_of(tensor)
-        self.wait(self.pending(self.group.broadcast([tensor], broadcast_from(owner)), tensor))
-
     def start_exchange(
         self,
         received: torch.Tensor,
@@ -336,7 +309,7 @@ class Group:
         sent_sizes: Sequence[int],
         unit: str,
     ) -> Callable[[], None]:
-        """Begin an all-to-all of flat tensors; it is complete when what is returned was called.
+        """Begin an all-to-all of flat tensors, complete once the returned function was called.
 
         The sizes are numbers of elements, one per rank; they may differ between ranks.
         """
@@ -344,7 +317,7 @@ class Group:
             return functools.partial(received.copy_, sent)  # type: ignore[return-value]
         self.agree("exchange", unit)
         size = sent.element_size()
-        # As bytes: backends know all dtypes so.
+        # As bytes, since backends do not support all dtypes.
         received, sent = bytes_of(received), bytes_of(sent)
         sizes = [size * each for each in received_sizes], [size * each for each in sent_sizes]
         try:
@@ -353,54 +326,8 @@ class Group:
             self._explain(error)
         return functools.partial(self.wait, self.pending(work, received, sent))
 
-    def scatter_from_first(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], unit: str
-    ) -> None:
-        """Fill ``output`` on each rank with the first rank's input for it, one per rank."""
-        self.agree("scatter from the first rank", unit, output)
-        options = dist.ScatterOptions()
-        options.rootRank = 0
-        sent = list(map(own_alias, inputs)) if self.rank == 0 else []
-        output = own_alias(output)
-        inputs_of_first = [sent] if self.rank == 0 else []
-        self.wait(
-            self.pending(self.group.scatter([output], inputs_of_first, options), output, *sent)
-        )
-
-    def gather_objects(self, value: Any, unit: str) -> list[Any]:
-        """Every rank's ``value``. For small facts: they are pickled."""
-        if self.size > 1:
-            self.agree("gather facts", unit)
-        return self.gather_objects_anywhere(value)
-
-    def gather_objects_anywhere(self, value: Any) -> list[Any]:
-        """Likewise, of ranks that may have come to different places among their operations."""
-        if self.size == 1:
-            return [value]
-        if self._announcements is not None:
-            return self._announcements.objects_of_all(value, self._agreement.wait)
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
-
-    def broadcast_object(self, value: Any, unit: str) -> Any:
-        """The first rank's ``value``. For small facts: it is pickled."""
-        if self.size == 1:
-            return value
-        self.agree("broadcast facts", unit)
-        if self._announcements is not None:
-            return self._announcements.object_of_first(value, self._agreement.wait)
-        held = [value]
-        dist.broadcast_object_list(held, dist.get_global_rank(self.group, 0), group=self.group)
-        return held[0]
-
-    @functools.cached_property
-    def _announcements(self) -> Announcements | None:
-        """Small messages over the group, in which ranks that are gone are noticed."""
-        return announcements_of(self.group)
-
     def wait_for_other(self, work: Any) -> None:
-        """Wait for a collective of the same ranks on another process group."""
+        """Wait for a collective of the same ranks that something else started."""
         self._agreement.wait(work)
 
     def instead(self, verb: str, unit: str) -> contextlib.AbstractContextManager[None]:
@@ -421,40 +348,15 @@ def explaining_failures(groups: Sequence[Group]) -> Iterator[None]:
         raise found from None
 
 
-def broadcast_from(rank: int) -> Any:
-    """Options of a broadcast by a group's ``rank``."""
-    options = dist.BroadcastOptions()
-    options.rootRank = rank
-    return options
-
-
 def _nothing() -> None:
-    """There is nobody to wait for."""
+    """Do nothing: a single rank waits for nobody."""
 
 
-def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or the real and imaginary parts of a complex one: backends sum real numbers."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of ``tensor``, in which backends see no dtypes that they do not know.
-
-    Like the alias below, it is a tensor that nothing else holds.
-    """
-    return tensor.view(-1).view(torch.uint8)
-
-
-def own_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, as real numbers, in a tensor that nothing else holds."""
-    return as_real(tensor).detach()
-
-
-#: Process groups with operations that may never complete. To destroy one is to wait for them, so
-#: that the garbage collector would hang; they are kept for as long as the process lives.
+#: Process groups with operations that may never complete. Destroying one waits for them, so the
+#: garbage collector would hang; these groups are kept for as long as the process lives.
 stuck: list[Any] = []
 
-# Weak: the last unit that uses a process group lets it go, and with it the backend's threads.
+# Weak: a process group, and its backend's threads, are released with the last unit that uses it.
 _groups: weakref.WeakValueDictionary[tuple[int, str | None], Group] = weakref.WeakValueDictionary()
 
 

@@ -1,4 +1,4 @@
-"""Collectives over gloo, in ways that are faster there than gloo's own."""
+"""Collectives over gloo, implemented in ways that are faster than gloo's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 
 from ..encoding.encodings import Encoding
 from .across_hosts import AcrossHosts, add_up
-from .collectives import Group, as_real, broadcast_from, bytes_of, own_alias, stuck
+from .between_steps import broadcast_from
+from .collectives import Group, stuck
+from .messages import as_real, bytes_of, own_alias
 from .pending_work import PendingWork, leave_time_at_exit
 
 #: Up to how many bytes copies cost less than gloo's rounds of messages.
@@ -143,7 +145,7 @@ class GlooGroup(Group):
         if self.size == 1:
             return super().start_reduce_scatter(output, full, unit)
         self.agree("reduce", unit, full)
-        # As tensors that nothing else holds.
+        # As tensors that nothing else holds: see ``PendingWork``.
         output, full = as_real(output).view(-1), as_real(full).view(-1)
         halves = self.size == 2 and full.device.type == "cpu"
         exchange = self._swap_halves if halves else self._exchange_parts
@@ -164,7 +166,7 @@ class GlooGroup(Group):
         return PendingWork(work, [received, full]), parts
 
     def _swap_halves(self, full: torch.Tensor) -> tuple[PendingWork, Sequence[torch.Tensor]]:
-        """The same for two ranks, without sending its own part to this one: 0.8 x the time."""
+        """The same for two ranks, in 0.8 times the time: a rank sends itself nothing."""
         halves = full.view(2, full.numel() // 2).unbind()
         received, sent = torch.empty_like(halves[0]), halves[1 - self.rank]
         sizes = [0, 0]
@@ -180,7 +182,7 @@ class GlooGroup(Group):
         encoding: Encoding,
         unit: str,
     ) -> Callable[[], torch.Tensor]:
-        """As its base; between hosts, sums of each host are encoded, and sent once."""
+        """As in the base class; between hosts, each host's sums are encoded and sent once."""
         if self._across is None:
             return super().start_encoded_reduce(output, full, present, encoding, unit)
         self.agree("reduce", unit, full)

@@ -93,8 +93,8 @@ class Agreement:
         self._waiting: Place | None = None
         #: Whether this rank has destroyed the process group.
         self.has_left: Callable[[], bool] = lambda: False
-        #: Called when others have been waited for for long; raises if that is in vain (``Join``).
-        self.also_look: Callable[[], None] | None = None
+        #: See :meth:`look_also`.
+        self._also_look: Callable[[], None] | None = None
         #: The place of the last operation for which it was told that others are waited for.
         self._told = -1
         #: Whether the host finds out itself why something failed.
@@ -166,6 +166,13 @@ class Agreement:
         """Look after ``work``, for which the device waits and the host does not."""
         if not self.is_capturing:
             self.issued = work
+
+    def look_also(self, check: Callable[[], None] | None) -> None:
+        """Call ``check`` when others have been waited for for long, or, with None, no longer.
+
+        It raises if the wait is in vain.
+        """
+        self._also_look = check
 
     def note_capturing(self, active: bool) -> None:
         """From now on what is issued is captured in a graph, or is carried out again.
@@ -323,8 +330,8 @@ class Agreement:
 
     def look(self, waited: float) -> None:
         """Take part in the inquiry into what this rank waits for; raise what comes of it."""
-        if self.also_look is not None:
-            self.also_look()
+        if self._also_look is not None:
+            self._also_look()
         if self.investigate(waited):
             raise self._verdict_error() from None
 

@@ -1,4 +1,4 @@
-"""An operation under way, and the moment at which nothing of it is left."""
+"""A collective over gloo that is pending, until gloo has released its tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-#: Seconds after which a tensor that something else holds as well is not waited for.
+#: Seconds for which to wait for a tensor that something else may hold, too.
 _PATIENCE = 0.1
 #: How long to leave the processor to the thread that holds a tensor.
 _PAUSE = 2e-5
@@ -23,15 +23,15 @@ kept_alive: list[Any] = []
 
 
 class PendingWork:
-    """A collective that a backend works on, with the tensors it was given, and what follows it.
+    """A pending collective, its tensors, and functions to call when it is complete.
 
-    Note: who lets go last
+    Note: who releases tensors last
         A thread of gloo keeps an operation, and so its tensors, for a moment after it is complete.
-        When that thread is the last to hold a tensor that Python knows, it needs Python's lock to
-        free it. It then competes with the step; its memory is freed some time later; and when the
-        program is just ending, the lock is refused in a way that aborts the process. So tensors
-        are given to gloo as aliases that nothing else holds, and whoever waits for an operation
-        holds them until gloo does not.
+        When that thread is the last to hold a tensor that Python knows, it needs the GIL to free
+        it. Then it competes with the step, and the memory is freed late; and if the program is
+        just ending, the thread is refused the GIL, which aborts the process. So gloo is given
+        aliases that nothing else holds, and whoever waits for an operation keeps them until gloo
+        has released them.
     """
 
     __slots__ = ("_tensors", "then", "work")
@@ -39,16 +39,16 @@ class PendingWork:
     def __init__(self, work: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
         self.work = work
         self._tensors = tensors
-        #: What is left to do when it is complete.
+        #: Called when the collective is complete.
         self.then: Callable[[], object] | None = None
 
     def and_then(self, following: Callable[[], object]) -> None:
-        """Call ``following`` when the operation is complete, after what is called already."""
+        """Call ``following`` when the operation is complete, after earlier such functions."""
         earlier = self.then
         self.then = following if earlier is None else functools.partial(_both, earlier, following)
 
     def finish(self) -> None:
-        """Return when nothing is left of a completed work: not held, and not to be done."""
+        """After completion: wait until gloo has released the tensors, and call what follows."""
         self.work = None
         self._await_release()
         then, self.then = self.then, None
@@ -74,8 +74,8 @@ def _both(first: Callable[[], object], second: Callable[[], object]) -> None:
 
 @functools.cache
 def leave_time_at_exit() -> None:
-    """Let gloo's threads free what they hold before the interpreter refuses them its lock.
+    """At exit, give gloo's threads time to free tensors while they can still get the GIL.
 
-    For operations that are not waited for here: the program's own, and torch's for objects.
+    This is for operations that nobody waits for here: the program's own, and torch's of objects.
     """
     atexit.register(time.sleep, _AT_EXIT)

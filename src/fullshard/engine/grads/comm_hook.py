@@ -20,9 +20,10 @@ from .gradients import PossiblyUnused, ReduceInput, accept
 
 
 class CommHook:
-    """A function, and the state that it is called with for every unit on this rank.
+    """A hook function and its state, shared by all units of this rank.
 
-    ``given`` is what the user registered, where ``function`` is ours for a hook of torch's.
+    ``given`` is the function that the user registered; ``function`` is called, and differs from it
+    where fullshard replaces a hook of torch's by its own.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class CommHook:
         self.state = state
         self.function = function
         self.given = function if given is None else given
-        #: By number of arguments, why the function does not take them.
+        #: By number of arguments: the reason why the function does not accept them, or None.
         self._misfits: dict[int, str | None] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CommHook:
@@ -39,7 +40,7 @@ class CommHook:
         return self
 
     def check_arguments(self, strategy: ShardingStrategy, unit: str) -> None:
-        """Refuse (TypeError) a function that cannot be called as a unit under ``strategy`` does."""
+        """Raise TypeError if the function cannot be called as units under ``strategy`` call it."""
         sharded = strategy is not ShardingStrategy.NO_SHARD
         arguments = ["state", "gradient", *(["shard"] if sharded else [])]
         if len(arguments) not in self._misfits:
@@ -54,13 +55,13 @@ class CommHook:
 
 
 def _misfit(function: Callable[..., Any], arguments: Sequence[str]) -> str | None:
-    """Why ``function`` cannot be called with ``arguments``, if it cannot."""
+    """The reason why ``function`` cannot be called with ``arguments``; None if it can."""
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
         return str(error)
     except ValueError:
-        # A function of C that does not tell its arguments.
+        # A function in C without a signature.
         return None
     return None
 
@@ -90,7 +91,7 @@ class Ballot(NamedTuple):
 def reduce_with_hook(
     staged: ReduceInput, hook: CommHook, shards: Group, copies: Group | None, unit: str
 ) -> torch.Tensor:
-    """Have the hook reduce the staged gradients; returns this rank's shard, or all of it.
+    """Let the hook reduce the staged gradients; returns this rank's shard, or all of it.
 
     The hook is called as ``hook(state, full, shard)``, or ``hook(state, full)`` where nothing is
     sharded, and averages over the ranks that share the shards. Where there are copies, the
@@ -98,7 +99,7 @@ def reduce_with_hook(
     """
     handle = staged.handle
     hook.check_arguments(handle.strategy, unit)
-    # Objects of the hook's own, since it may give them other data, also of another dtype.
+    # The hook gets tensor objects of its own, whose data and dtype it may replace.
     full = staged.flat.detach()
     shards.agree("communication hook", unit, full)
     if not handle.is_sharded:
@@ -126,7 +127,7 @@ def _checked(result: torch.Tensor, expected: torch.Size, hook: CommHook, unit: s
 
 
 def settle_by_vote(ballots: Iterable[Ballot]) -> None:
-    """Deliver those gradients that some rank has; all ranks call this with the same groups."""
+    """Deliver the gradients that some rank has; all ranks call this, with the same groups."""
     by_group: dict[tuple[Group, Group | None], list[Ballot]] = {}
     for ballot in ballots:
         by_group.setdefault((ballot.shards, ballot.copies), []).append(ballot)

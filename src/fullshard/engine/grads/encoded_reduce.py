@@ -1,14 +1,14 @@
-"""Reduces a group's gradients in another form than they are computed in, such as 8 bits.
+"""Reduces a group's gradients in an encoding, such as 8 bits.
 
-Every rank sends every other one the part of its gradients that the other one keeps, encoded; that
-one decodes the parts and adds them to its own in float32. So what a gradient loses it loses once,
-and what a rank keeps of its own gradients loses nothing.
+Each rank encodes the parts of its gradients that other ranks own, and sends them to these ranks,
+which decode the parts and add them to their own in float32. So each gradient is rounded once, and
+the part of a rank's gradients that it owns itself is not rounded at all.
 
 Note: absent gradients in encoded parts
-    The sign of zero, which tells absent gradients (see ``gradients.py``), is lost in blocks that
-    another parameter shares. So each part brings a byte for every parameter: whether the rank has
-    a gradient of it. Where no rank has, the negative zeros are written after the sum; all that
-    follows finds them as it does after any other reduce.
+    The sign of zero, which marks absent gradients (see ``gradients.py``), is lost in blocks that
+    several parameters share. So each part contains a byte for every parameter: whether the rank has
+    a gradient of it. If no rank has one, negative zeros are written after the sum, where the
+    following code finds them as after any other reduce.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def start_encoded_reduce(
     mean: bool,
     keeps_dtype: bool,
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Begin to sum ``flat``; returns the sum, and what waits for it.
+    """Begin to sum ``flat``; returns the sum, and a function that waits for it.
 
     The sum is in float32, or in the dtype of ``flat`` if ``keeps_dtype``.
     """
@@ -62,6 +62,6 @@ def _finish(
     if sums is not total:
         total.copy_(sums)
     for index in absent:
-        # Without asking the device, which may be far behind the host.
+        # On the device: reading ``present`` on the host would wait for it.
         place = handle.room(total, index)
         place.copy_(torch.where(present[index] > 0, place, -0.0))

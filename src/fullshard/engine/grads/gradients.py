@@ -1,11 +1,11 @@
-"""From a group's full gradients to the gradients that the user's optimizer sees.
+"""Turns a group's full gradients into the reduced gradients that the optimizer sees.
 
 Note: absent gradients
-    A parameter that no rank used has no gradient, and an optimizer must not step it; one that
-    some rank used has one on every rank. A rank marks the place of a parameter it did not use
-    with negative zeros; a rank that used it adds 0.0 to at least one element of every rank's
-    piece, which turns -0.0 into +0.0. The sum of a piece stays all negative zero only if every
-    rank left the parameter out, and only a rank that did so has to look.
+    A parameter that no rank used gets no gradient, and the optimizer must not step it; one that
+    some rank used gets a gradient on every rank. A rank fills the slot of a parameter that it did
+    not use with negative zeros; a rank that used it adds 0.0 to at least one element of every
+    rank's piece, which turns -0.0 into +0.0. So the sum of a piece is all negative zeros only if no
+    rank used the parameter, and only ranks that did not use it have to look.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..comm.collectives import Group, as_real
+from ..comm.collectives import Group
 from ..comm.custom import allocate, start_reduce_scatter_by
+from ..comm.messages import as_real
 from ..comm.streams import streams_for
 from ..params.buffers import ReduceBuffer
 from ..params.handle import FlatParamHandle
@@ -39,7 +40,7 @@ class ReduceInput(NamedTuple):
     handle: FlatParamHandle
     flat: torch.Tensor
     absent: list[int]
-    #: What ``flat`` is the memory of, where the group is sharded.
+    #: The buffer that owns the memory of ``flat``, if the group is sharded.
     buffer: ReduceBuffer | None
 
     def release(self) -> None:
@@ -48,7 +49,7 @@ class ReduceInput(NamedTuple):
 
 
 class UnreducedGradients(NamedTuple):
-    """A group's full gradients, of which no other rank has a part."""
+    """A group's full gradients, which no other rank shares."""
 
     handle: FlatParamHandle
     gradients: Gradients
@@ -59,9 +60,9 @@ class UnreducedGradients(NamedTuple):
         dtype = handle.dtypes.reduce if handle.keep_low_precision_grads else handle.dtypes.shard
         pairs = zip(handle.params, self.gradients, strict=True)
         given = [(parameter, g) for parameter, g in pairs if g is not None]
-        # Copies: autograd may hand the same tensor, or one element for all, to others as well.
+        # Copies: autograd may also give the same tensor, or an expanded one, to others.
         if len(given) == len(handle.params):
-            # In one block: to cut it takes the host less than to ask for one each.
+            # In one block: cutting it takes the host less time than allocating each.
             numel = handle.layout.padded_numel
             flat = torch.empty(numel, dtype=dtype, device=handle.device)
             copies = [copy for _, copy in handle.cut(flat)]
@@ -75,13 +76,13 @@ class UnreducedGradients(NamedTuple):
         _add(handle, found)
 
     def release(self) -> None:
-        """Nothing but the gradients themselves is held."""
+        """Do nothing: no buffer is held."""
 
 
 class Average(NamedTuple):
     """Turns gradients into their mean over all ranks.
 
-    The backend does it (``in_collective``), or they are divided before and after they are summed.
+    Either the backend does (``in_collective``), or gradients are divided before and after the sum.
     """
 
     shards: Group
@@ -103,7 +104,7 @@ class Average(NamedTuple):
     ) -> Average:
         """The mean over all ranks, or their sum divided by ``divisor``.
 
-        ``custom``: what the user brings reduces over the shards' ranks, and makes means if asked.
+        ``custom``: the user's own reduce-scatter is used, which can compute means.
         """
         ranks = shards.size * (copies.size if copies else 1)
         before = 1.0
@@ -133,7 +134,7 @@ def stage(handle: FlatParamHandle, gradients: Gradients, fills_unused: bool = Fa
         buffer.allocate()
         flat, places = buffer.alias, buffer.places
         if (not handle.use_orig_params or handle.reduced_in is not None) and buffer.gaps:
-            # A hook of the user's reads them, and so does what encodes them in blocks.
+            # A user's hook reads the gaps, and so does encoding in blocks.
             torch._foreach_zero_(buffer.gaps)
     else:
         flat = torch.empty(handle.layout.padded_numel, dtype=dtype, device=handle.device)
@@ -157,7 +158,7 @@ def stage(handle: FlatParamHandle, gradients: Gradients, fills_unused: bool = Fa
     else:
         copy_to_places(places, present)
     if handle.use_orig_params and present and handle.reduced_in is None:
-        # All by a grid, which takes no memory of the device; on a host indices are faster.
+        # All of them by a grid, which needs no memory on a device; on a host, indices are faster.
         by_grid = pattern is None and flat.device.type != "cpu"
         if not (by_grid and buffer is not None and buffer.mark_all()):
             handle.presence.mark(flat, pattern)
@@ -173,7 +174,7 @@ def copy_to_places(places: list[torch.Tensor], gradients: list[torch.Tensor]) ->
     except RuntimeError:
         if not any(gradient.is_sparse for gradient in gradients):
             raise
-        # Embeddings may make sparse ones. Asking each gradient first would cost every step.
+        # Embeddings may have sparse ones. Checking each gradient first would slow every step.
         dense = [g.to_dense() if g.is_sparse else g for g in gradients]
         torch._foreach_copy_(places, dense)
 
@@ -204,7 +205,7 @@ class Reducing(NamedTuple):
 
 
 def start_reduce(staged: ReduceInput, average: Average, unit: str, comm: Any = None) -> Reducing:
-    """Begin to reduce staged gradients, by ``comm`` where the user brings one."""
+    """Begin to reduce staged gradients, with the user's ``comm`` if there is one."""
     handle, flat, mean = staged.handle, staged.flat, average.in_collective
     if average.before != 1.0:
         flat.div_(average.before)
@@ -231,7 +232,7 @@ class PossiblyUnused(NamedTuple):
     handle: FlatParamHandle
     slot: int
     gradient: torch.Tensor
-    #: Where the negative zeros are looked for: a gradient without elements tells nothing.
+    #: The elements that may be negative zeros. Not always the gradient, which may be empty.
     witness: torch.Tensor
 
 
@@ -240,7 +241,7 @@ def deliver(
 ) -> list[PossiblyUnused]:
     """Put reduced gradients on the parameters that the optimizer holds.
 
-    Returns the gradients of which this rank cannot tell whether any rank has them.
+    Returns the gradients of parameters that this rank did not use, and maybe no rank did.
     """
     if reduced.dtype is not handle.dtypes.shard and not handle.keep_low_precision_grads:
         reduced = reduced.to(handle.dtypes.shard)
@@ -260,7 +261,7 @@ def deliver(
 
 
 def settle(undecided: Sequence[PossiblyUnused]) -> None:
-    """Deliver those gradients that some rank has; the others stay as they are."""
+    """Deliver the gradients that some rank has, and leave the others out."""
     if not undecided:
         return
     parts = [as_real(maybe.witness) for maybe in undecided]
@@ -272,7 +273,7 @@ def settle(undecided: Sequence[PossiblyUnused]) -> None:
 
 
 def settle_as_before(undecided: Sequence[PossiblyUnused]) -> None:
-    """Likewise, by what the last steps found: a capture cannot wait for the device to tell.
+    """Do the same by the results of earlier steps: a capture cannot read from the device.
 
     A graph repeats the step that was captured, and so do those of the other ranks.
     """
@@ -287,7 +288,7 @@ def settle_as_before(undecided: Sequence[PossiblyUnused]) -> None:
 
 
 def accept(found: Sequence[PossiblyUnused]) -> None:
-    """Put gradients on their parameters that some rank turned out to have."""
+    """Put gradients that some rank has on their parameters."""
     for handle, slot, gradient, _ in found:
         _add(handle, [(handle.params[slot], gradient)])
 
@@ -313,20 +314,19 @@ def _add(handle: FlatParamHandle, pairs: Sequence[tuple[nn.Parameter, torch.Tens
             new.append(gradient)
     if old:
         if handle.offload:
-            # The host adds, and what it adds is still on its way from the device.
+            # The host adds gradients that are still being copied from the device.
             streams_for(handle.device).host_after_reduces()
         torch._foreach_add_(old, new)
 
 
 def set_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """``parameter.grad = gradient``, also where shape, dtype or device are not the parameter's own.
+    """Set ``parameter.grad``, even to a gradient of another shape, dtype or device.
 
-    Whole gradients beside sharded or offloaded parameters (``no_sync``) and low-precision
-    gradients are such cases; torch compares them with the parameter's data at the moment of
-    assignment only.
+    Whole gradients of sharded or offloaded parameters (``no_sync``) and low-precision gradients
+    are such cases. Torch compares a gradient with the parameter only when it is assigned.
     """
     try:
-        # To compare first would take longer than all the rest, for every parameter of a step.
+        # Comparing first would take longer than all the rest, for every parameter and step.
         parameter.grad = gradient
     except RuntimeError:
         data = parameter.data

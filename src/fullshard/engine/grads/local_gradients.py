@@ -1,9 +1,10 @@
 """Gradients that are kept unreduced, because the user asked for that (``no_sync``).
 
 Note: gradients that the user sees in between
-    Inside ``no_sync``, a wrapper's parameters have whole gradients, in compute precision. What a
-    backward reduced before is made whole first, so that both add up. A user of ``fully_shard``
-    sees reduced gradients only: there, unreduced ones are kept aside.
+    Inside ``no_sync``, a wrapper's parameters have whole gradients, in compute precision. Gradients
+    that an earlier backward reduced are first made whole, in their own precision, so that both can
+    be added. A user of ``fully_shard`` sees reduced gradients only; unreduced ones are kept
+    separately.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def keep_local(handle: FlatParamHandle, gradients: Gradients) -> None:
 
 
 def take_local(handle: FlatParamHandle, gradients: Gradients) -> Gradients:
-    """Return ``gradients`` plus those that were kept, and keep none from now on."""
+    """Return the sum of ``gradients`` and the kept ones, and stop keeping them."""
     handle.show_local_gradients(False)
     if isinstance(handle, RowHandle):
         return _accumulate(handle.take_unreduced(), gradients)
@@ -54,7 +55,7 @@ def take_local(handle: FlatParamHandle, gradients: Gradients) -> Gradients:
 
 
 def _accumulate(kept: Gradients, gradients: Gradients) -> list[torch.Tensor | None]:
-    """Add ``gradients`` to ``kept`` in place, and return the sums; others are copied."""
+    """Add ``gradients`` to ``kept`` ones in place, copy those without one; return all."""
     if not kept:
         kept = [None] * len(gradients)
     pairs = zip(kept, gradients, strict=True)
@@ -85,13 +86,15 @@ def _flatten(handle: FlatParamHandle, gradients: Gradients) -> torch.Tensor:
 def _make_whole(handle: FlatParamHandle) -> None:
     """Replace reduced gradients by full-size ones whose mean over the ranks is the same shard.
 
-    A rank's shard, times the number of ranks that will be averaged over, stands in its own place
-    and zeros elsewhere: the mean over the ranks gives every shard back.
+    This rank's shard is multiplied by the number of ranks, and the rest is zero: the mean over the
+    ranks is then the shard again.
     """
-    layout, dtype = handle.layout, handle.dtypes.compute
+    layout = handle.layout
     for index, parameter in enumerate(handle.optimizer_params):
         if parameter.grad is None or not parameter.requires_grad:
             continue
+        # Not in compute precision, which would round what was reduced in a higher one.
+        dtype = torch.promote_types(parameter.grad.dtype, handle.dtypes.compute)
         reduced = parameter.grad.to(handle.device, dtype)
         if not handle.is_sharded:
             whole = reduced.clone()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _already_waited() -> None:
-    """The sum over the shards' ranks is there."""
+    """Do nothing: the sum over the shards' ranks is complete."""
 
 
 class Reduction:
@@ -36,53 +36,53 @@ class Reduction:
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self.handles: Sequence[FlatParamHandle] = unit.handles
-        #: What reduces gradients in place of the engine (``register_comm_hook``).
+        #: Reduces gradients instead of the engine (``register_comm_hook``).
         self.comm_hook: CommHook | None = None
-        #: What the ranks vote on at the end of a backward whose gradients a hook reduced.
+        #: Votes that ranks hold at the end of a backward whose gradients a hook reduced.
         self.ballots: list[Ballot] = []
-        #: What reduced gradients are multiplied by: not all ranks may have any (``Join``).
+        #: Factor for reduced gradients, since some ranks may have none (``Join``).
         self.rescale = 1.0
         #: Whether gradients are summed over the ranks that hold copies of the shards, too.
         self.all_reduces = True
-        #: Whether the backend is asked for sums, also where it could make means of them.
+        #: Whether the backend computes sums even if it could compute means.
         self.sums_only = False
-        #: What sums of gradients are divided by, in place of the number of ranks.
+        #: Divisor of summed gradients, if it is not the number of ranks.
         self._divisor: float | None = None
-        #: The ranks that share the shards, where their reduces have a group of their own.
+        #: A process group for the reduces alone, of the ranks that share the shards.
         self.own_group: Group | None = None
-        #: What the user brings to reduce over those ranks, and to take the memory for it from.
+        #: The user's reduce-scatter over those ranks, which also allocates memory for it.
         self._comm: Any = None
-        #: Whether parameters of a unit that were not used have gradients of zeros.
+        #: Whether unused parameters get gradients of zeros.
         self.fills_unused = False
-        #: How many units' gradients may be on their way while others are computed.
+        #: How many units' gradients may be in flight while others are computed.
         self.max_in_flight = 1
-        #: Called with each group's reduced gradients, in one flat tensor; and where it runs.
+        #: Called with each group's reduced gradients, in one flat tensor, and its stream.
         self.after_reduce: Callable[[torch.Tensor], object] | None = None
         self._hook_stream: Any = None
         #: Sums over the shards' ranks that wait for the sum over the copies' ranks.
         self._partial_sums: dict[FlatParamHandle, torch.Tensor] = {}
         self._averages: dict[torch.dtype, flow.Average] = {}
         self._staged: list[flow.ReduceInput | flow.UnreducedGradients] = []
-        #: What a device may still be reducing from.
+        #: Inputs from which a device may still be reducing.
         self._reducing: list[flow.ReduceInput | flow.UnreducedGradients] = []
-        #: What is reduced behind what is computed.
+        #: Reduces that run behind compute.
         self._in_flight: list[flow.Reducing] = []
         self._undecided: list[flow.PossiblyUnused] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: nothing that is on the way."""
+        """The state for copies and pickles, without gradients in flight."""
         return {**vars(Reduction(self._unit)), "comm_hook": self.comm_hook}
 
     # -- staging ------------------------------------------------------------------------------
 
     def keep_local(self, gradients: Sequence[flow.Gradients]) -> None:
-        """Let gradients stay local and whole (``no_sync``)."""
+        """Keep gradients local and whole (``no_sync``)."""
         for handle, full in zip(self._unit.handles, gradients, strict=True):
             if any(gradient is not None for gradient in full):
                 keep_local(handle, full)
 
     def stage(self, gradients: Sequence[flow.Gradients]) -> None:
-        """Copy full gradients into reduce buffers, so that autograd's own memory can go."""
+        """Copy full gradients into reduce buffers, so that autograd can release its memory."""
         alone = self._unit.world_size == 1 and not self._changes_gradients
         for handle, full in zip(self._unit.handles, gradients, strict=True):
             if True not in map(REQUIRES_GRAD, handle.optimizer_params):
@@ -90,7 +90,7 @@ class Reduction:
             if handle.local_gradients:
                 full = take_local(handle, full)
             if alone and handle.use_orig_params and not handle.is_sharded:
-                # This rank's gradients are the result, as they are.
+                # This rank's gradients are the result already.
                 own = flow.UnreducedGradients(handle, full)
                 if self._unit.streams.runs_ahead:
                     self._staged.append(own)
@@ -101,12 +101,12 @@ class Reduction:
 
     @property
     def _changes_gradients(self) -> bool:
-        """True if a single rank's gradients are not the result as they are."""
+        """True if gradients of a single rank still have to be changed."""
         asked = self.comm_hook is not None or self.after_reduce is not None
         return asked or self._divisor is not None or self.fills_unused
 
     def stage_kept(self) -> None:
-        """Stage what ``no_sync`` left behind in a unit that this backward did not reach."""
+        """Stage gradients that ``no_sync`` kept in a unit that this backward did not reach."""
         handles = self._unit.handles
         if any(handle.keeps_local_gradients for handle in handles):
             self.stage([[None] * len(handle.layout.slots) for handle in handles])
@@ -114,14 +114,14 @@ class Reduction:
     # -- reducing -----------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Reduce what is staged and put the result where the optimizer looks."""
+        """Reduce the staged gradients, and put the results on the optimizer's parameters."""
         streams = self._unit.streams
         staged, self._staged = self._staged, []
         if not staged:
             return
         if self._unit.joining is not None:
             self._unit.joining.tell("reduce", self._unit)
-        # A hook of the user's may raise; after a failed collective, memory must not be freed.
+        # The user's hook may raise; after a failed collective, memory must not be freed.
         self._reducing = staged if self.comm_hook is not None else []
         if not streams.runs_ahead:
             for item in staged:
@@ -174,7 +174,7 @@ class Reduction:
         return flow.start_reduce(item, average, unit.name, self._comm)
 
     def _finish(self, reducing: flow.Reducing) -> torch.Tensor | None:
-        """The mean over all ranks; None while it is not to be made (:attr:`all_reduces`)."""
+        """The mean over all ranks; None if the sum is kept for later (:attr:`all_reduces`)."""
         if self.all_reduces and not self._partial_sums:
             return reducing.finish()
         reducing.await_sum()
@@ -187,10 +187,10 @@ class Reduction:
             return None
         return reducing._replace(await_sum=_already_waited).finish()
 
-    # -- what users ask for -------------------------------------------------------------------
+    # -- settings -----------------------------------------------------------------------------
 
     def set_comm_hook(self, hook: CommHook | None) -> None:
-        """Let ``hook`` reduce gradients in place of the engine, or the engine itself again."""
+        """Let ``hook`` reduce gradients; with None, the engine does."""
         self.comm_hook = hook
 
     def set_rescale(self, factor: float) -> None:
@@ -198,35 +198,35 @@ class Reduction:
         self.rescale = factor
 
     def set_all_reduce(self, enabled: bool) -> None:
-        """Sum gradients over the ranks that hold copies, or keep sums until that is asked for."""
+        """Sum gradients over the ranks that hold copies, or keep partial sums until enabled."""
         self.all_reduces = enabled
 
     def set_sums_only(self, enabled: bool) -> None:
-        """Ask the backend for sums, and divide them."""
+        """Let the backend compute sums only; the engine divides them."""
         self.sums_only = enabled
         self._averages.clear()
 
     def set_divisor(self, divisor: float) -> None:
-        """Divide sums of gradients by ``divisor``, in place of the number of ranks."""
+        """Divide summed gradients by ``divisor`` instead of the number of ranks."""
         self._divisor = divisor
         self._averages.clear()
 
     def set_group(self, group: Group | None) -> None:
-        """Reduce over the ranks that share the shards by ``group``, or by the one for gathers."""
+        """Reduce over ``group``, of the same ranks; with None, over the all-gathers' group."""
         self.own_group = group
         self._averages.clear()
 
     def set_comm(self, comm: Any) -> None:
-        """Have ``comm`` reduce over the ranks that share the shards, in memory that it gives."""
+        """Let ``comm`` reduce over the ranks that share the shards, in memory that it allocates."""
         self._comm = comm
         self._averages.clear()
 
     def fill_unused(self, enabled: bool) -> None:
-        """Give parameters of a unit that no rank used gradients of zeros, or none."""
+        """Choose whether parameters that no rank used get gradients of zeros, or none."""
         self.fills_unused = enabled
 
     def set_max_in_flight(self, count: int) -> None:
-        """Let ``count`` units' gradients be on their way while those of others are computed."""
+        """Let ``count`` units' gradients be in flight while those of others are computed."""
         self.max_in_flight = count
 
     def set_after_reduce(
@@ -245,7 +245,7 @@ class Reduction:
             self.after_reduce(reduced)
 
     def drop_partial_sums(self) -> None:
-        """Forget sums that wait for the ranks that hold copies."""
+        """Drop sums that were kept for the ranks that hold copies."""
         self._partial_sums.clear()
 
     @property
@@ -255,7 +255,7 @@ class Reduction:
         return allowed and self.comm_hook is None
 
     def start(self) -> None:
-        """Begin to reduce what is staged, behind what is computed until it is finished."""
+        """Begin to reduce the staged gradients, behind compute; :meth:`finish` completes this."""
         staged, self._staged = self._staged, []
         if staged and self._unit.joining is not None:
             self._unit.joining.tell("reduce", self._unit)
@@ -264,8 +264,8 @@ class Reduction:
             self._in_flight.append(self._start(item))
 
     def finish(self) -> None:
-        """Put what :meth:`start` began to reduce where the optimizer looks."""
-        # One by one: those that follow one that raises are still to be waited for.
+        """Complete the reduces that :meth:`start` began, and deliver their results."""
+        # One by one: if one raises, the following ones still have to be waited for.
         while self._in_flight:
             reducing = self._in_flight.pop(0)
             staged, reduced = reducing.staged, self._finish(reducing)

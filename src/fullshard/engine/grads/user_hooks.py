@@ -1,4 +1,4 @@
-"""Runs what users attach to a complete gradient: hooks, and optimizers in backward."""
+"""Runs hooks on complete gradients, and optimizers in backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 
-#: Where torch's ``_apply_optimizer_in_backward`` keeps a parameter's optimizers.
+#: The attribute in which ``_apply_optimizer_in_backward`` keeps a parameter's optimizers.
 IN_BACKWARD = "_in_backward_optimizers"
 
 
@@ -26,9 +26,9 @@ def run_hooks_of_all(reductions: Sequence[Reduction]) -> None:
 
 
 def _run_hooks(handle: FlatParamHandle) -> None:
-    """Call what the user registered to run when a parameter's gradient is complete.
+    """Call the user's hooks on gradients that the last backward completed.
 
-    A gradient that is left from an earlier backward was complete then.
+    Gradients left from an earlier backward had their hooks called then.
     """
     if any(map(_HOOKS, handle.optimizer_params)):
         for parameter in handle.received():
@@ -42,9 +42,9 @@ def _run_hooks(handle: FlatParamHandle) -> None:
 
 
 def _step_in_backward(handle: FlatParamHandle) -> None:
-    """Do what torch's ``_apply_optimizer_in_backward`` has autograd do for a bare parameter.
+    """Step the optimizers of torch's ``_apply_optimizer_in_backward``.
 
-    Its hooks hang on autograd nodes that no backward reaches here.
+    Its hooks are on autograd nodes of the sharded parameters, which no backward reaches.
     """
     for parameter in handle.optimizer_params:
         if parameter.grad is not None and hasattr(parameter, IN_BACKWARD):

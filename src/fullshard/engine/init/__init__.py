@@ -1,1 +1,1 @@
-"""From a module to a unit: which parameters it manages, where they live, what cannot be sharded."""
+"""Builds a unit around a module, and checks for modules and parameters that cannot be sharded."""

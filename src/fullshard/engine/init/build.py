@@ -1,4 +1,4 @@
-"""Making a unit out of a module: which parameters it manages, where they live, their groups."""
+"""Builds a unit: finds the parameters that it manages, their device, and their groups."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def group_parameters(
     groups: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         is_packed = parameter in packed
-        # Packed elements are bytes of another meaning, whatever their dtype says.
+        # The dtype of packed elements says nothing about the numbers that they encode.
         encoded = (
             communication is not None
             and not is_packed
@@ -98,7 +98,7 @@ def encodings_of(
     ranks: int,
     packed: Collection[nn.Parameter] = (),
 ) -> Encodings | None:
-    """The encodings in which ``ranks`` send each other what belongs to a group, if any."""
+    """The encodings in which ``ranks`` send a group's parameters and gradients, if any."""
     if ranks == 1 or group[0] in packed or not communication.encodes_parameter(group[0]):
         return None
     return Encodings.of(communication)
@@ -120,7 +120,7 @@ def compute_device(
     offload: bool,
     rank: int,
 ) -> torch.device:
-    """The device a unit computes on: the one asked for, or where its parameters are."""
+    """The device that a unit computes on: ``device_id``, or its parameters' own."""
     found = next(filter(_HAS_MEMORY, map(_DEVICE, parameters)), None)
     asked = None if device_id is None else _as_device(device_id)
     if asked is not None:
@@ -157,7 +157,7 @@ def _as_device(device_id: int | str | torch.device) -> torch.device:
         if device_id.type != "cpu" and device_id.index is None:
             return torch.device(device_id.type, torch.accelerator.current_device_index())
         return device_id
-    # A number names an accelerator; where there is none, programs pass their rank all the same.
+    # A number means an accelerator; programs pass their rank even where there is none.
     return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, device_id)
 
 
@@ -184,7 +184,7 @@ def broadcast_states(
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of an expanded tensor, each once: only so can they be written to."""
+    """The elements of an expanded tensor, each once, so that they can be written to."""
     for dimension, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
@@ -203,8 +203,8 @@ def build_unit(
 ) -> Unit:
     """Flatten and shard ``parameters`` of ``module``; the module is changed in place.
 
-    ``distributions`` says of which parameters these are the local parts only, and ``packings``
-    of which they are packed elements.
+    ``distributions`` has those parameters that are local parts of DTensors, and ``packings`` those
+    that are packed elements.
     """
     communication, ranks = options.communication, groups.shards.size()
     grouped = group_parameters(parameters, options.use_orig_params, packings, communication)

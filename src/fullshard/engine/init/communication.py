@@ -1,4 +1,4 @@
-"""Refuses options of communication that cannot be had together, before anything changes."""
+"""Rejects communication options that cannot be combined, before anything is changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..runtime.policy import UnitOptions
 
 
 def check_kind(given: Any) -> None:
-    """Refuse (TypeError) what is no :class:`Communication`."""
+    """Raise TypeError unless ``given`` is a :class:`Communication`."""
     if not isinstance(given, Communication):
         raise TypeError(
             f"communication expects a fullshard.Communication, but got {given!r} of type "
@@ -25,7 +25,7 @@ def check_kind(given: Any) -> None:
 def checked_communication(
     given: Communication, options: UnitOptions, shards: Any
 ) -> Communication | None:
-    """What a unit with these options is to follow: None where there is nothing to do.
+    """The communication options for a unit; None if one rank has nothing to communicate.
 
     All ranks of the process group ``shards`` call this.
     """
@@ -41,8 +41,8 @@ def checked_communication(
     if given.encodes and not options.use_orig_params:
         raise ValueError(
             "all_gather_dtype and reduce_dtype need use_orig_params=True: without it a unit's "
-            "parameters are one flat parameter, of which norms and biases could not be left as "
-            "they are"
+            "parameters are one flat parameter, in which norms and biases could not be left in "
+            "full precision"
         )
     if given.secondary_shards and options.keeps_full_after_forward:
         raise ValueError(
@@ -51,12 +51,12 @@ def checked_communication(
             "FULL_SHARD or HYBRID_SHARD, or leave secondary_shards out"
         )
     if given.secondary_shards and shards.size() > 1:
-        # Ranks that cannot be grouped so are refused here.
+        # Raises if the ranks cannot be grouped in this way.
         neighbours_in(shards, given.secondary_shards)
     return given
 
 
 def few_ranks(communication: Communication, shards: Any, device: torch.device) -> FewRanks | None:
-    """The ranks that keep a second shard of a unit in the flat layout together, if any do."""
+    """The ranks that together keep secondary shards of a unit in the flat layout, if any."""
     group = neighbours_in(shards, communication.secondary_shards)
     return None if group is None else FewRanks(group_for(group, device), None)

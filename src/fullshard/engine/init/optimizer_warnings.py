@@ -1,11 +1,11 @@
-"""Optimizers that need more of a model than this rank's shards: a warning at their first step.
+"""Warns, at their first step, of optimizers that need more than this rank's shards.
 
 Note: one hook for all optimizers
-    Most optimizers update a parameter element by element, so that a rank can step its shards on
-    their own. Some compute norms, dot products or matrix products first, of a whole parameter or
-    of all of them; on shards every rank gets other results, and nothing fails. An optimizer does
-    not tell which kind it is, so classes are known by name here, with those of the libraries that
-    have such optimizers. The hook is torch's own for all optimizers, registered with the first
+    Most optimizers update a parameter element by element, so a rank can step its own shards. Some
+    first compute norms, dot products or matrix products, of a whole parameter or of all; given
+    shards, every rank gets different results, without any error. Nothing in an optimizer says
+    which kind it is, so their classes are listed here by name, including those of other
+    libraries. The hook is torch's own for all optimizers, registered with the first
     unit that is sharded or flattened. After an optimizer's first step it costs two lookups, a
     fraction of a microsecond per step.
 """
@@ -57,9 +57,9 @@ watching: list[Any] = []
 
 
 def watch_optimizers(unit: Unit) -> None:
-    """Let optimizers be looked at, from now on, if ``unit`` has what some of them cannot step.
+    """Check optimizers from now on, if some of them cannot step the parameters of ``unit``.
 
-    When it is made, because an optimizer's first step may run the first forward, in a closure.
+    Called when the unit is made: an optimizer's first step may run the first forward, in a closure.
     """
     if not watching and any(h.is_cut or not h.use_orig_params for h in unit.handles):
         watching.append(register_optimizer_step_pre_hook(_before_step))
@@ -100,14 +100,14 @@ def _warn(
     found = list(parameters)
     if not found:
         return
-    what = "shards of them, different ones on every rank"
+    what = "shards, which differ between ranks"
     if not any(map(_is_cut, found)):
-        what = "flat parameters, each of which is several of the model's"
+        what = "flat parameters, which contain several parameters of the model"
     warnings.warn(
         f"{type(optimizer).__name__} {reason}, but {len(found)} of the tensors it was given are "
-        f"{what}: it trains differently from how it would train the whole model, or fails. "
+        f"{what}. It will train differently than on the whole model, or fail. "
         f"{advice} optimizer that updates element by element, such as AdamW or SGD; or let every "
-        "rank hold whole parameters, with sharding_strategy=NO_SHARD and use_orig_params=True, or "
+        "rank keep whole parameters, with sharding_strategy=NO_SHARD and use_orig_params=True, or "
         "with ignored_states for those of this optimizer",
         UserWarning,
         stacklevel=4,

@@ -1,7 +1,6 @@
 """Finds parameters of classes that pack their elements, and prepares them to be sharded.
 
-Refuses, by path, those that could not be: what is sharded as if it were plain would compute
-nonsense, or nothing.
+Rejects, by path, those that cannot be sharded: as plain tensors they would give wrong results.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ def is_packed(parameter: nn.Parameter) -> bool:
 def packings_of(
     root: nn.Module, parameters: Iterable[nn.Parameter], use_orig_params: bool = True
 ) -> dict[nn.Parameter, Packing]:
-    """The packings of those of the parameters that have one; refuses what cannot be sharded."""
+    """The packings of packed parameters; ValueError for those that cannot be sharded."""
     parameters = list(parameters)
     _check_not_distributed(root, parameters)
     found = {p: _packing(root, p) for p in parameters if is_packed(p)}
     if found and not use_orig_params:
         raise ValueError(
-            f"{_told(root, next(iter(found)))} cannot be part of a flat parameter, which would "
-            "have nothing of its class. Pass use_orig_params=True"
+            f"{_told(root, next(iter(found)))} cannot be part of a flat parameter, in which it "
+            "would lose its class. Pass use_orig_params=True"
         )
     return found
 
 
 def _check_not_distributed(root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse DTensors of which a rank's part is packed."""
+    """Raise ValueError for DTensors whose local parts are packed."""
     for parameter in filter(is_distributed, parameters):
         part = local_part(parameter)
         if hasattr(part, "__tensor_flatten__") and not hasattr(part, "fsdp_pre_all_gather"):
@@ -66,9 +65,8 @@ def _packing(root: nn.Module, parameter: nn.Parameter) -> Packing:
         raise ValueError(f"{_told(root, parameter)} cannot be sharded: {error}") from None
     if parameter.requires_grad:
         raise ValueError(
-            f"{_told(root, parameter)} cannot be sharded as long as it requires a gradient: ranks "
-            "share its packed elements, which nobody trains. Freeze it (requires_grad_(False)), "
-            "and train adapters beside it"
+            f"{_told(root, parameter)} requires a gradient, but packed elements cannot be trained. "
+            "Freeze it (requires_grad_(False)), and train adapters beside it"
         )
     return packing
 
@@ -94,8 +92,8 @@ def pack(
 ) -> tuple[list[nn.Parameter], dict[nn.Parameter, Packing]]:
     """Prepare packed parameters, and their modules, to be laid out by their packed elements.
 
-    But those to ``leave``. ``param_dtype`` is what others are cast to for compute. Returns the
-    parameters after that: some are replaced by plain ones of their bytes.
+    Parameters that ``leave`` selects are left out. Other parameters are cast to ``param_dtype`` for
+    compute. Returns the parameters, some of which are now plain ones with the original's bytes.
     """
     packings = packings_of(root, [p for p in parameters if not leave(p)])
     if not packings:

@@ -1,4 +1,4 @@
-"""Refuses modules and parameters that cannot be sharded, by path, before anything changes."""
+"""Rejects modules and parameters that cannot be sharded, by path, before anything is changed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..runtime.pytrees import tensors_in
 from ..runtime.unit import Unit
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-#: How torch's operations say that a weight has one dimension only, as pieces have.
+#: Phrases of torch's errors about weights of one dimension, which pieces are.
 _FLAT = re.compile(r"1-D|2-D|must be a matrix|dimensions")
-#: Set on an error that a unit has looked at.
+#: The attribute of errors that a unit has examined.
 _SEEN = "_fullshard_seen"
 #: How many units a note names.
 _SHOWN = 4
@@ -31,7 +31,7 @@ def check_unit(
     parameters: Sequence[nn.Parameter],
     use_orig_params: bool,
 ) -> None:
-    """Refuse what cannot be in a unit around ``root``: its own modules, and its parameters."""
+    """Check the modules and parameters of a unit around ``root``."""
     check_modules(root, modules)
     warn_of_container(root)
     check_parameters(root, parameters)
@@ -40,7 +40,7 @@ def check_unit(
 
 
 def check_modules(root: nn.Module, modules: Iterable[nn.Module]) -> None:
-    """Refuse modules of classes that cannot be in a unit."""
+    """Raise TypeError for modules of classes that cannot be in a unit."""
     for module in modules:
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
@@ -51,18 +51,18 @@ def check_modules(root: nn.Module, modules: Iterable[nn.Module]) -> None:
 
 
 def warn_of_container(module: nn.Module) -> None:
-    """Warn of a module whose forward, at which parameters are gathered, is never called."""
+    """Warn of a container: its forward, which would all-gather parameters, is never called."""
     if isinstance(module, _CONTAINERS):
         warnings.warn(
             "FSDP will not all-gather parameters for containers that do not implement forward: "
-            f"{type(module).__name__} of {len(module)} modules. Wrap what is in it",
+            f"{type(module).__name__} of {len(module)} modules. Wrap the modules in it",
             UserWarning,
             stacklevel=6,
         )
 
 
 def check_parameters(root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse parameters that cannot lie in one flat buffer."""
+    """Raise an error for parameters that cannot be in one flat buffer."""
     devices: dict[torch.device, nn.Parameter] = {}
     for parameter in parameters:
         devices.setdefault(parameter.device, parameter)
@@ -86,7 +86,7 @@ def check_parameters(root: nn.Module, parameters: Iterable[nn.Parameter]) -> Non
 
 
 def check_no_optimizers_in_backward(root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse to flatten parameters away that optimizers are waiting for."""
+    """Raise RuntimeError if parameters to be flattened have optimizers in backward."""
     for parameter in parameters:
         if hasattr(parameter, IN_BACKWARD):
             raise RuntimeError(
@@ -99,7 +99,7 @@ def check_no_optimizers_in_backward(root: nn.Module, parameters: Iterable[nn.Par
 
 
 def check_one_device(units: Iterable[Unit]) -> None:
-    """Refuse units below one root that compute on different devices."""
+    """Raise ValueError if units below one root compute on different devices."""
     found: dict[torch.device, str] = {}
     for unit in units:
         found.setdefault(unit.device, unit.name)
@@ -112,11 +112,11 @@ def check_one_device(units: Iterable[Unit]) -> None:
 
 
 def note_places(error: BaseException, unit: Unit, inputs: Any) -> None:
-    """Add to an error about devices what is not where ``unit`` computes."""
+    """Add to an error about devices which tensors are not on the device of ``unit``."""
     if not isinstance(error, RuntimeError) or "device" not in str(error).lower():
         return
     if hasattr(error, "__notes__"):
-        # A unit inside of this one has told already.
+        # A nested unit has added a note already.
         return
     device, module = unit.device, unit.module
     managed = {p for handle in unit.handles for p in handle.optimizer_params}
@@ -132,17 +132,17 @@ def note_places(error: BaseException, unit: Unit, inputs: Any) -> None:
 
 
 def note_pieces(error: BaseException, nested: Iterable[Unit]) -> None:
-    """Add to an error about shapes which of the ``nested`` units' parameters are pieces now.
+    """Add to an error about shapes which of the ``nested`` units' parameters are sharded now.
 
-    Those whose sizes it speaks of: whoever uses one without calling its module meets such an error.
-    The innermost unit that the error passes decides.
+    Code that uses a parameter without calling its module gets such errors. Only units are named
+    whose pieces have a size that the error mentions. Only the innermost unit adds the note.
     """
     if not isinstance(error, RuntimeError) or _SEEN in vars(error):
         return
     try:
         setattr(error, _SEEN, True)
     except Exception:
-        # A class of the user's, to which nothing can be added.
+        # An error class to which no attribute can be added.
         return
     numbers = {int(number) for number in re.findall(r"\b\d{1,15}\b", str(error))}
     flat = _FLAT.search(str(error)) is not None

@@ -341,7 +341,7 @@ class Joining:
         for group in self._groups:
             agreement = agreement_for(group.group)
             if isinstance(agreement, Agreement):
-                agreement.also_look = self._channel.check_nobody_left if on else None
+                agreement.look_also(self._channel.check_nobody_left if on else None)
 
     # -- a rank without data ------------------------------------------------------------------
 

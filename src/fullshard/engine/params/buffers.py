@@ -46,7 +46,7 @@ class FlatBuffer(ABC):
 
 
 class ReduceBuffer(FlatBuffer):
-    """Full gradients on their way, and ``places`` for them."""
+    """Full gradients that are about to be reduced; ``places`` has a view for each parameter's."""
 
     def _make_views(self, layout: Layout) -> None:
         self._layout = layout
@@ -66,7 +66,7 @@ class ReduceBuffer(FlatBuffer):
         return self.alias[:: grid.distance], beside
 
     def mark_all(self) -> bool:
-        """Mark all gradients as there, without memory for it; False if they are too small."""
+        """Mark all gradients as present, without using memory; False if pieces are too small."""
         if self._marks is None:
             return False
         on_grid, beside = self._marks
@@ -77,7 +77,7 @@ class ReduceBuffer(FlatBuffer):
 
 
 class FullBuffer(FlatBuffer):
-    """Full parameters, as ``views``; ``shown`` is what the module computes with.
+    """Full parameters, as ``views``; the module computes with ``shown``.
 
     Those are the views, or what ``presentations`` make of them: DTensors where parameters are
     distributed, objects of their class where they are packed. ``own`` is the
@@ -87,14 +87,14 @@ class FullBuffer(FlatBuffer):
     """
 
     #: Whether the buffer is the shard itself.
-    is_standing = False
+    is_shard_backed = False
     #: Whether what an all-gather sends is made for it, by :meth:`begin_gather`.
     prepares_gather = False
     #: Whether full parameters are less precise than their dtype says (``encoded_buffers.py``).
     is_lossy = False
     #: Whether an all-gather fills memory beside the buffer, from which :meth:`copy_out` copies.
     is_copied_out = False
-    #: What an all-gather fills.
+    #: The tensor that an all-gather fills.
     gather_output: torch.Tensor
     #: Ranks whose shards fill the buffer.
     world_size: int
@@ -126,29 +126,29 @@ class FullBuffer(FlatBuffer):
         self.shown = as_shown(self.views, self._presentations)
 
     def copy_out(self) -> None:
-        """Bring what was gathered to where full parameters are; nothing, where it is there."""
+        """Copy all-gathered data to the full parameters, unless it was gathered in place."""
 
     def begin_gather(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The outputs and the inputs of an all-gather into this buffer."""
         return [self.gather_output], [self.gather_input]
 
     def follow(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Note objects for autograd that were made of ``shown``."""
+        """Note the tensors, tracked by autograd, that were made from ``shown``."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True if ``tensor`` lies in this buffer, so that it dies with it."""
+        """True if ``tensor`` lies in this buffer, and so is lost when the buffer is released."""
         start = self._storage.data_ptr()
         if start == 0:
             return False
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
-            # Most are; to ask for their storage would take longer.
+            # Most are plain; asking for their storage would take longer.
             return start <= tensor.data_ptr() < start + self._nbytes
         parts = _parts_with_memory(tensor)
         return any(part.untyped_storage().data_ptr() == start for part in parts)
 
 
 class Part(Protocol):
-    """What a rank keeps of the full parameters of ``full``, which a few ranks share."""
+    """The part that a rank keeps of the full parameters of ``full``, which a few ranks share."""
 
     @property
     def full(self) -> FullBuffer: ...
@@ -160,19 +160,19 @@ class Part(Protocol):
         """Copy the part from the full parameters."""
 
     def begin_gather(self) -> None:
-        """Have memory for what is gathered."""
+        """Allocate memory for the all-gather."""
 
     def copy_out(self) -> None:
-        """Bring what was gathered to where full parameters are."""
+        """Copy all-gathered data to the full parameters."""
 
     def release(self) -> None:
-        """Give the part's memory back."""
+        """Release the part's memory."""
 
 
 class ShardBackedBuffer(FullBuffer):
     """A full buffer that is the shard itself: nothing to allocate, fill or release."""
 
-    is_standing = True
+    is_shard_backed = True
 
     def __init__(
         self, layout: Layout, shard: torch.Tensor, presentations: Presentations = ()
@@ -196,11 +196,11 @@ class ShardBackedBuffer(FullBuffer):
 
 
 def _leave_as_it_is() -> None:
-    """Neither allocate nor release: the memory is the shard's."""
+    """Do nothing: the memory is the shard's."""
 
 
 def any_holds(buffers: Sequence[FullBuffer], tensor: torch.Tensor) -> bool:
-    """True if ``tensor`` lies in one of ``buffers``, so that it dies with it."""
+    """True if ``tensor`` lies in one of ``buffers``, and so is lost when that is released."""
     return True in [buffer.holds(tensor) for buffer in buffers]
 
 
@@ -208,9 +208,9 @@ _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 def _parts_with_memory(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """``tensor``, or the tensors in which one that has no memory of its own keeps its elements.
+    """The tensors in whose memory ``tensor`` keeps its elements: itself, or its inner tensors.
 
-    DTensors are such, what a collective will have made once somebody waits for it, and sparse ones.
+    DTensors, sparse tensors, and results of functional collectives have inner tensors.
     """
     if tensor.layout is not torch.strided:
         if tensor.layout is torch.sparse_coo:

@@ -17,7 +17,7 @@ _METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def is_extended(parameter: torch.Tensor) -> bool:
-    """True if a parameter's class says what is all-gathered of it; refuses half of an answer."""
+    """True if a parameter's class defines both all-gather methods; AssertionError if only one."""
     found = [name for name in _METHODS if hasattr(parameter, name)]
     if len(found) == 1:
         raise AssertionError(
@@ -30,16 +30,16 @@ def is_extended(parameter: torch.Tensor) -> bool:
 class ExtendedRowHandle(RowHandle):
     """Like its base class, but the rows of each parameter are a tensor of the user's class.
 
-    There is no flat shard. Gradients are plain, and go the way of all others.
+    There is no flat shard. Gradients are plain, and are reduced like all others.
     """
 
     def __init__(
         self, *args: Any, mesh: Any, policy: Any, encodings: Encodings | None, **options: Any
     ) -> None:
-        # What is all-gathered is for the subclass to decide, so that encodings are ignored.
+        # The subclass decides what is all-gathered, so encodings are ignored.
         super().__init__(*args, **options)
         self._mesh, self._policy = mesh, policy
-        # Objects of subclasses have no memory of their own to be compared.
+        # Objects of subclasses have no address of their own that could be compared.
         self.skip_writeback_check = True
 
     def _shard_originals(self, originals: Sequence[nn.Parameter]) -> None:
@@ -65,7 +65,7 @@ class ExtendedRowHandle(RowHandle):
             locals_ = [local.to("cpu") for local in locals_]
         first = locals_[0]
         self.sharded = list(locals_)
-        #: Nothing but the dtype and the device of the rows.
+        #: Empty; it has the dtype and the device of the rows.
         self.shard_tensor = torch.empty(0, dtype=first.dtype, device=first.device)
         self.forget_buffers()
         self._set_dtypes(first.dtype)
@@ -76,7 +76,7 @@ class ExtendedRowHandle(RowHandle):
         self.versioned = [*self.params, *self.sharded]
 
     def buffer(self, gathered_in: torch.dtype | Encoding) -> FullBuffer:
-        """The full parameters of a dtype, made at their first use."""
+        """The full parameters in a dtype, made at their first use."""
         assert isinstance(gathered_in, torch.dtype)
         buffer = self.full_buffers.get(gathered_in)
         if buffer is None:
@@ -95,7 +95,7 @@ class ExtendedRowHandle(RowHandle):
         return buffer
 
     def keep_changes(self, buffer: FullBuffer) -> None:
-        """Keep nothing: changes to full parameters of a subclass do not reach the rows."""
+        """Do nothing: changes to full parameters of a subclass do not reach the rows."""
 
 
 def _inner_names(tensor: Any) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""FlatParameter: the parameter that stands for a group, and its way back to the group's handle."""
+"""FlatParameter, the one parameter of a group, and its reference to the group's handle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
 
 
 class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
-    """The parameter that stands for a group: its data is this rank's shard.
+    """The parameter that contains a whole group; its data is this rank's shard.
 
     The object is a plain ``nn.Parameter`` with facts attached, because optimizers choose their
     fast paths by exact type; ``isinstance(p, FlatParameter)`` tells one from the others.
@@ -41,7 +41,7 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
 
 
 class HandleReference:
-    """Leads from a flat parameter to its handle without keeping the handle; copies lead nowhere."""
+    """A weak reference from a flat parameter to its handle; copies of it are empty."""
 
     def __init__(self, handle: FlatParamHandle | None = None) -> None:
         self._handle = None if handle is None else weakref.ref(handle)

@@ -1,4 +1,4 @@
-"""What a rank keeps, between forward and backward, of full parameters in the flat layout."""
+"""The part of full parameters, in the flat layout, that a rank keeps from forward to backward."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class FlatPart:
         self._kept.resize_(0)
 
     def keep(self) -> None:
-        """Copy the slice from the full parameters, which may go then."""
+        """Copy the slice from the full parameters, which may be released then."""
         self._kept.resize_(self._nbytes)
         self.gather_input.copy_(self._own)
 
     def begin_gather(self) -> None:
-        """Have memory for the full parameters, which are gathered in place."""
+        """Allocate the full parameters, which are all-gathered in place."""
         self.full.allocate_whole()
 
     def copy_out(self) -> None:
-        """Nothing is left to be done: the slices are where full parameters are."""
+        """Do nothing: the slices were gathered in place."""
 
     def release(self) -> None:
-        """Give the memory of this rank's slice back."""
+        """Release the memory of this rank's slice."""
         self._kept.resize_(0)

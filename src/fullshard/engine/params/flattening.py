@@ -33,12 +33,12 @@ def check_uniform(params: Sequence[nn.Parameter], use_orig_params: bool) -> None
 
 
 def flat_strides(parameters: Iterable[torch.Tensor]) -> list[tuple[int, ...]]:
-    """The strides under which flattened parameters are seen."""
+    """The strides of views of flattened parameters."""
     return [p.stride() if p.is_contiguous() else flat_stride(p) for p in parameters]
 
 
 def flat_stride(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The stride under which the flattened parameter is seen: channels_last is kept."""
+    """The stride of the view of a flattened parameter; channels_last is kept."""
     for dimensions, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
         if (
             parameter.dim() == dimensions

@@ -19,6 +19,7 @@ from ...api import ShardingStrategy, adopt
 from ..comm.streams import streams_for
 from ..encoding.encodings import Encoding, Encodings
 from .buffers import FullBuffer, Part, ReduceBuffer, ShardBackedBuffer
+from .conversion import Conversion
 from .encoded_buffers import EncodedFullBuffer
 from .flat_parameter import FlatParameter, HandleReference
 from .flat_part import FlatPart
@@ -26,7 +27,6 @@ from .flattening import check_uniform, cuts, flat_strides, flattened, own_part
 from .layout import FlatParamShardMetadata, Layout, Piece, alignment_elements
 from .locations import ParameterLocation, containers_of, find_locations
 from .presentation import Presentation
-from .replacements import refuse_replaced_views
 from .tensor_parallel import Distribution, distributions_of, local_part
 from .unused_parameters import Presence
 from .write_back import WriteBack
@@ -38,7 +38,7 @@ _FSDP_USE_FULL_PREC_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 HandleShardingStrategy = ShardingStrategy
 
 REQUIRES_GRAD = operator.attrgetter("requires_grad")
-#: Goes through an iterator in C, for what it does on the way.
+#: Runs an iterator to its end, in C, for its side effects.
 _EXHAUST: Callable[[Iterable[Any]], None] = collections.deque(maxlen=0).extend
 
 
@@ -50,8 +50,8 @@ class Dtypes(NamedTuple):
     reduce: torch.dtype
 
 
-class FlatParamHandle(Presentation, WriteBack):
-    """Owns one group's memory.
+class FlatParamHandle(Presentation, WriteBack, Conversion):
+    """Owns the memory of one group of parameters.
 
     ``params`` are flattened on construction; :meth:`shard` then keeps this rank's part only, or
     the constructor does when told so.
@@ -96,7 +96,7 @@ class FlatParamHandle(Presentation, WriteBack):
         shards = self.strategy is not ShardingStrategy.NO_SHARD
         self.rank: int = process_group.rank() if shards else 0
         self._mixed_precision = (mp_param_dtype, mp_reduce_dtype)
-        #: By what they are gathered in; :meth:`buffer` makes those that are missing.
+        #: By the dtype or encoding of their all-gather; :meth:`buffer` makes missing ones.
         self.full_buffers: dict[torch.dtype | Encoding, FullBuffer] = {}
         self.reduce_buffers: dict[torch.dtype, ReduceBuffer] = {}
         self._presence: Presence | None = None
@@ -162,9 +162,12 @@ class FlatParamHandle(Presentation, WriteBack):
         #: Bound once: the step's path calls no Python here.
         self.receive = self._received.extend
         self.forget_received = self._received.clear
-        #: Whether no rank had a gradient of a parameter, by its place among ``params``, when that
-        #: was asked last.
+        #: By index among ``params``: whether no rank had a gradient of the parameter, as far as
+        #: the last backward that asked found.
         self._absent: dict[int, bool] = {}
+
+    def _reference(self) -> HandleReference:
+        return HandleReference(self)
 
     def _describe(self, reference: HandleReference) -> None:
         flat: Any = self.flat_param
@@ -182,7 +185,7 @@ class FlatParamHandle(Presentation, WriteBack):
     # -- sharding -----------------------------------------------------------------------------
 
     def shard(self) -> None:
-        """Keep this rank's part of the flat buffer and give the rest back."""
+        """Keep this rank's part of the flat buffer, and release the rest."""
         shard, size = self.shard_tensor, self.layout.shard_numel
         if shard.numel() > size:
             shard = shard[self.rank * size : (self.rank + 1) * size].clone()
@@ -196,42 +199,6 @@ class FlatParamHandle(Presentation, WriteBack):
         self.forget_buffers()
         self._set_dtypes(shard.dtype)
         self._bind()
-
-    def rebind(self) -> None:
-        """Point parameters at the shard again after somebody else pointed them elsewhere."""
-        self._describe(HandleReference(self))
-        self._bind()
-
-    @property
-    def _orig_param_dtype(self) -> torch.dtype:
-        """The shard's dtype. Between wrapping and the first forward it may be assigned: that is
-        how accelerate keeps a model in full precision that was loaded in a lower one.
-        """
-        return self.dtypes.shard
-
-    @_orig_param_dtype.setter
-    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
-        shard = self.shard_tensor.to(dtype)
-        self.adopt_shard(streams_for(self.device).rest_on_host(shard) if self.offload else shard)
-
-    def converted(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Follow ``module.to(...)`` and its like, which converted each parameter on its own."""
-        for index, places in enumerate(self.places if self.use_orig_params else ()):
-            found = places[0].module._parameters[places[0].name]
-            if found is not None:
-                self.params[index] = found
-        if not self.use_orig_params:
-            refuse_replaced_views(self.places, self.sharded)
-            flat: Any = self.module._parameters["_flat_param"]
-            self.flat_param = flat
-        shard = convert(self.shard_tensor)
-        if self.offload:
-            shard = streams_for(self.device).rest_on_host(shard)
-        else:
-            self.device = shard.device
-        self.forget_buffers()
-        self._describe(HandleReference(self))
-        self.adopt_shard(shard)
 
     def _bind(self) -> None:
         """Point every original parameter at its piece of the shard, and show it."""
@@ -261,7 +228,8 @@ class FlatParamHandle(Presentation, WriteBack):
         self.versioned: Sequence[torch.Tensor] = self.optimizer_params
         for parameter in self.optimizer_params:
             parameter._fullshard_is_cut = self.is_cut  # type: ignore[attr-defined]
-        # Where they belong, not where they are: one that stands for two is only in one of them.
+        # The addresses of the pieces, not of the parameters: one that the user put in place of two
+        # others lies in one of their pieces only.
         self._expected = self.sharded if self.use_orig_params else [self.shard_tensor]
         self._addresses = list(map(torch.Tensor.data_ptr, self._expected))
 
@@ -274,7 +242,7 @@ class FlatParamHandle(Presentation, WriteBack):
         return self.layout.metadata(self.flat_param._shard_param_infos)
 
     def whole_shape(self, index: int) -> torch.Size:
-        """The shape of a parameter as users wrote it, before anybody took parts of it."""
+        """A parameter's shape in the user's model, before tensor parallelism or sharding."""
         distribution = self.distribution(index)
         return torch.Size(
             self.layout.slots[index].shape if distribution is None else distribution.shape
@@ -283,13 +251,13 @@ class FlatParamHandle(Presentation, WriteBack):
     # -- swapping -----------------------------------------------------------------------------
 
     def show(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Put one tensor per parameter where the module's code looks for it."""
+        """Register one tensor per parameter where the module's code finds it."""
         # Half the time of assignments in a loop, four times per unit and step.
         found = map(tensors.__getitem__, self._indices)
         _EXHAUST(map(operator.setitem, self._containers, self._keys, found))
 
     def show_sharded(self) -> None:
-        """Put this rank's pieces back."""
+        """Register this rank's pieces again."""
         _EXHAUST(map(operator.setitem, self._containers, self._keys, self._visible))
 
     def shows(self, tensors: Sequence[torch.Tensor], buffer: FullBuffer) -> bool:
@@ -313,7 +281,7 @@ class FlatParamHandle(Presentation, WriteBack):
             if isinstance(gathered_in, Encoding):
                 kind = (self.dtypes.compute, self.device, shown_as)
                 buffer = EncodedFullBuffer(*to_fill, *kind, encoding=gathered_in)
-            elif layout.world_size == 1 and self._stands(gathered_in):
+            elif layout.world_size == 1 and self._is_shard_backed(gathered_in):
                 buffer = ShardBackedBuffer(layout, shard, shown_as)
             else:
                 buffer = FullBuffer(*to_fill, gathered_in, self.device, shown_as)
@@ -325,11 +293,11 @@ class FlatParamHandle(Presentation, WriteBack):
         return next((b for b in self.full_buffers.values() if b.is_allocated), None)
 
     def part(self, full: FullBuffer, size: int, rank: int) -> Part:
-        """What the ``rank``-th of ``size`` ranks keeps of the full parameters."""
+        """The part of the full parameters that the ``rank``-th of ``size`` ranks keeps."""
         return FlatPart(full, size, rank)
 
     def shown_part(self, part: Part, mesh: Any) -> list[nn.Parameter] | None:
-        """What users see while ``part`` is kept; None: this rank's pieces, as between steps."""
+        """The parameters that users see while ``part`` is kept; None: the sharded ones."""
         return None
 
     def reduce_buffer(self, dtype: torch.dtype) -> ReduceBuffer:
@@ -339,7 +307,7 @@ class FlatParamHandle(Presentation, WriteBack):
             buffer = self.reduce_buffers[dtype] = ReduceBuffer(self.layout, dtype, self.device)
         return buffer
 
-    def _stands(self, dtype: torch.dtype) -> bool:
+    def _is_shard_backed(self, dtype: torch.dtype) -> bool:
         return dtype == self.dtypes.shard and self.shard_tensor.device == self.device
 
     def forget_buffers(self) -> None:
@@ -376,7 +344,7 @@ class FlatParamHandle(Presentation, WriteBack):
         return reduced[piece.offset : piece.offset + piece.numel]
 
     def keep_changes(self, buffer: FullBuffer) -> None:
-        """Let the shard have what was done to the full parameters in ``buffer``."""
+        """Copy changes that were made to the full parameters in ``buffer`` into the shard."""
         self.shard_tensor.data.copy_(buffer.own)
 
     # -- the user's view ----------------------------------------------------------------------
@@ -394,7 +362,7 @@ class FlatParamHandle(Presentation, WriteBack):
         return self._absent.get(slot)
 
     def show_local_gradients(self, shown: bool) -> None:
-        """Let the user see unreduced gradients from now on, or reduced ones again."""
+        """Note whether the gradients that the user sees are unreduced ones."""
         self.local_gradients = shown
 
     @property
@@ -418,20 +386,3 @@ class FlatParamHandle(Presentation, WriteBack):
     def has_trainable(self) -> bool:
         """True if any parameter takes part in training now."""
         return any(map(REQUIRES_GRAD, self.optimizer_params))
-
-    # -- copies and pickles -------------------------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The handle's state, without the views and buffers that follow from it."""
-        buffers = {"full_buffers", "reduce_buffers", "_presence"}
-        views = {"sharded", "_containers", "_keys", "_visible", "versioned", "_expected"}
-        noted = {"_received", "receive", "forget_received", "_absent"}
-        derived = {*buffers, *views, *noted}
-        return {key: value for key, value in self.__dict__.items() if key not in derived}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.full_buffers, self.reduce_buffers, self._presence = {}, {}, None
-        self._note_received()
-        self.flat_param.data = self.shard_tensor
-        self.rebind()

@@ -37,7 +37,7 @@ class ParameterLocation(NamedTuple):
 class _RecurrentWeights:
     """The list that a recurrent module computes with, beside its attributes.
 
-    The module makes a new list now and then, so it is looked up at every assignment.
+    The module replaces the list now and then, so every assignment looks it up.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -50,7 +50,7 @@ class _RecurrentWeights:
 
     def __setitem__(self, index: int, value: Any) -> None:
         self._module._flat_weights[index] = value
-        # Without a reference to compare with, the module takes the list as it is.
+        # Without this reference the module does not notice, and uses the list as it is.
         self._module._flat_weight_refs[index] = None
 
 
@@ -98,7 +98,7 @@ def own_modules(root: nn.Module, is_unit: IsUnit) -> list[nn.Module]:
 def find_locations(
     root: nn.Module, parameters: Iterable[nn.Parameter]
 ) -> dict[Any, list[ParameterLocation]]:
-    """Every place of each parameter below ``root``, in module order."""
+    """All locations of each parameter below ``root``, in module order."""
     places: dict[Any, list[ParameterLocation]] = {parameter: [] for parameter in parameters}
     for prefix, module in root.named_modules():
         for name, parameter in module._parameters.items():
@@ -115,7 +115,7 @@ def find_locations(
 
 
 def clean_tensor_name(tensor_name: str) -> str:
-    """The name as in the model that people wrote: without the prefixes that wrappers add."""
+    """The name in the user's own model, without the prefixes that wrappers add."""
     if _ANY_PREFIX(tensor_name):
         # Whole names of modules only: a name of the user's own may end in one of them.
         *path, name = tensor_name.split(".")

@@ -1,4 +1,4 @@
-"""What whole parameters are to users and modules, where that is not how they are laid out."""
+"""How users and modules see whole parameters, where that differs from how they are laid out."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class Presentation:
         return self.distributions[index] if self.distributions else None
 
     def presentations(self) -> Sequence[Any]:
-        """What makes the objects that the module computes with; empty where views will do."""
+        """The makers of the objects that the module computes with; empty if views will do."""
         return self.distributions
 
     def is_hidden(self, index: int) -> bool:
-        """True if another object than the optimizer's parameter is shown in full."""
+        """True if the full parameter is another object than the one that the optimizer holds."""
         return self.distribution(index) is not None
 
     def packed(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """What is laid out of a whole parameter; raises ValueError if it is packed otherwise."""
+        """A whole parameter as it is laid out; raises ValueError if it is packed in another way."""
         return value
 
     def saved(self, index: int, value: torch.Tensor) -> Any:
-        """What a full state dict has for a whole parameter, given as it is laid out."""
+        """The value in a full state dict, of a whole parameter as it is laid out."""
         return value
 
     def adopt_replacement(self, index: int, new: nn.Parameter) -> None:
-        """Take over what a whole parameter, put in place of another one, has beside elements."""
+        """Take over the attributes, other than elements, of a parameter that replaces another."""

@@ -1,7 +1,7 @@
 """Refusing replacements of parameters that a unit cannot take over.
 
-Without ``use_orig_params`` a module shows views, which a unit replaces by others as it gathers and
-frees. What somebody else put there, to tie two weights for example, would go without a trace.
+Without ``use_orig_params`` modules hold views, which the unit replaces whenever it unshards or
+reshards. Anything else that was put there, for example to tie two weights, would be lost silently.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHOWN_AT = "_fullshard_shown_at"
 def refuse_replaced_views(
     places: Sequence[Sequence[ParameterLocation]], views: Sequence[torch.Tensor]
 ) -> None:
-    """Refuse (RuntimeError) that a place does not show its view of the shard, ``views[index]``."""
+    """Raise RuntimeError unless each location still holds its view of the shard."""
     for index, view in enumerate(views):
         for place in places[index]:
             found = place.module.__dict__.get(place.name)
@@ -42,9 +42,9 @@ def refuse_replaced_views(
 def refuse_attribute_beside_flat_param(
     module: torch.nn.Module, name: str, places: Sequence[Sequence[ParameterLocation]]
 ) -> None:
-    """Refuse that ``module``'s wrapper gets a tensor under the name of one that it manages.
+    """Raise RuntimeError if ``name``, to be set on ``module``'s wrapper, is a managed parameter's.
 
-    The tensor would be the wrapper's own, which nobody computes with.
+    The tensor would become an attribute of the wrapper, which no computation reads.
     """
     for place in (place for found in places for place in found):
         if place.module is module and place.name == name:
@@ -57,13 +57,13 @@ def note_shown(parameter: torch.Tensor, place: ParameterLocation) -> None:
 
 
 def refuse_tie(place: ParameterLocation, shown: torch.Tensor, found: torch.Tensor) -> None:
-    """Refuse (RuntimeError) that what stands for ``shown`` is shown somewhere else as well."""
+    """Raise RuntimeError if ``found``, in place of ``shown``, is shown at another location, too."""
     if found is not shown and hasattr(found, _SHOWN_AT):
         raise _refusal(place, f"tied to {getattr(found, _SHOWN_AT)!r}")
 
 
 def _is_copy(found: object, view: torch.Tensor, views: Sequence[torch.Tensor]) -> bool:
-    """True if ``found`` is the view again, as a copy of the model may come by: the same memory."""
+    """True if ``found`` is another view of the same memory, as in a copy of the model."""
     return (
         isinstance(found, torch.Tensor)
         and found.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
@@ -76,14 +76,14 @@ def _is_copy(found: object, view: torch.Tensor, views: Sequence[torch.Tensor]) -
 def _refusal(place: ParameterLocation, what: str) -> RuntimeError:
     return RuntimeError(
         f"Parameter {place.path!r} was {what} after wrapping. With use_orig_params=False a flat "
-        "parameter stands for it, which goes on to hold, show and train the old one: tie weights "
-        "and replace parameters before wrapping. To change values only, write into what "
-        "summon_full_params shows (parameter.copy_(values))"
+        "parameter contains it, and would continue to train the old one: tie weights and replace "
+        "parameters before wrapping. To change values only, use parameter.copy_(values) inside "
+        "summon_full_params"
     )
 
 
 def parameter_at(place: ParameterLocation) -> nn.Parameter:
-    """The parameter that stands at ``place``; refuses (RuntimeError) that there is none."""
+    """The parameter registered at ``place``; raises RuntimeError if there is none."""
     found = place.module._parameters.get(place.name)
     if found is None:
         raise RuntimeError(
@@ -93,16 +93,16 @@ def parameter_at(place: ParameterLocation) -> nn.Parameter:
         )
     if not isinstance(found, nn.Parameter):
         raise RuntimeError(
-            f"Parameter {place.path!r} is replaced by a plain tensor, as by functional_call. The "
-            "unit would copy its values into the shard, where they would stay after the call: call "
-            "functional_call on a module inside of the unit, in its forward, or replace the "
-            "parameter by an nn.Parameter"
+            f"Parameter {place.path!r} was replaced by a plain tensor, as functional_call does. "
+            "The unit would copy its values into the shard, where they would stay after the call. "
+            "Use functional_call on a module inside the unit, in the unit's forward, or replace "
+            "the parameter by an nn.Parameter"
         )
     return found
 
 
 def check_shape(what: str, where: Any, expected: torch.Tensor, given: torch.Tensor) -> None:
-    """Refuse a replacement whose shape is not that of this rank's piece."""
+    """Raise RuntimeError if a replacement does not have the shape of this rank's piece."""
     if expected.shape != given.shape:
         path = where.path if isinstance(where, ParameterLocation) else type(where).__name__
         raise RuntimeError(

@@ -293,7 +293,7 @@ class RowHandle(FlatParamHandle):
                 dtype = gathered_in
                 if self.layout.world_size > 1:
                     kind = functools.partial(RowFullBuffer, memory=self._gather_memory)
-            if self.layout.world_size == 1 and self._stands(dtype):
+            if self.layout.world_size == 1 and self._is_shard_backed(dtype):
                 buffer = ShardBackedBuffer(self.layout, self.shard_tensor, shown_as)
             else:
                 shard, device = self.shard_tensor, self.device

@@ -1,9 +1,10 @@
-"""The places at which a rank marks the gradients that it has: see the note in ``gradients.py``.
+"""Marks in a reduce buffer for the gradients that a rank has: see the note in ``gradients.py``.
 
 Note: a grid of marks
-    Any element of a piece may be the marked one, and where all gradients are there more of them may
-    be. Elements at equal distances, not farther apart than the smallest piece is long, are in every
-    piece. They are one strided view, to which zero is added in one operation that takes no memory.
+    Any element of a piece may carry the mark, and if all gradients are present, several may. So
+    elements at equal distances are marked, at most as far apart as the smallest piece is long:
+    every piece contains one of them. They are one strided view, to which zero is added in one
+    operation that needs no memory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from .layout import Layout, starts_in
 
-#: Combinations of gradients that are there and not for which a group keeps marks.
+#: For how many combinations of present and absent gradients a group keeps marks.
 _PATTERNS_KEPT = 64
 
 
@@ -38,7 +39,7 @@ class Marks:
 
 
 class Presence:
-    """The marks of one group, by which of its gradients are there."""
+    """The marks of one group, for each combination of present gradients."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
         self._layout = layout
@@ -61,7 +62,7 @@ _known: weakref.WeakValueDictionary[tuple[object, ...], Marks] = weakref.WeakVal
 
 
 def _marks_at(starts: Sequence[int], dtype: torch.dtype, device: torch.device) -> Marks:
-    """The marks at these places; the same object for all who ask for the same."""
+    """The marks at these elements; equal arguments get the same object."""
     key = (tuple(starts), dtype, device)
     marks = _known.get(key)
     if marks is None:
@@ -109,7 +110,7 @@ def find_grid(layout: Layout) -> UnusedParameterGrid | None:
 def presence_bytes(count: int, absent: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """A byte for each of ``count`` parameters: 0 if the rank has no gradient of it, else 1.
 
-    Shared by all who ask for the same: nobody may write to it.
+    Equal arguments get the same tensor: do not write to it.
     """
     missing = set(absent)
     flags = [0 if index in missing else 1 for index in range(count)]

@@ -1,4 +1,4 @@
-"""Takes over what the user replaced between steps: parameters, their data, their gradients."""
+"""Takes over parameters, and their data, that the user replaced between steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GRADIENT = operator.attrgetter("grad")
 
 
 class WriteBack:
-    """The part of a handle that compares what is there with what it put there."""
+    """The part of a handle that compares the registered parameters with those it registered."""
 
     module: nn.Module
     params: list[nn.Parameter]
@@ -47,9 +47,9 @@ class WriteBack:
 
         Returns whether there were any.
 
-        When nothing was replaced this is two passes over C functions: object identity and
-        addresses of the parameters the user can reach. Gradients are where the optimizer looks
-        already; of those it is only looked whether they fit.
+        When nothing was replaced this takes two passes in C: over the identity and the addresses of
+        the parameters that the user can reach. Replaced gradients are in place already; only their
+        shapes are checked.
         """
         if self.skip_writeback_check:
             return False
@@ -61,7 +61,7 @@ class WriteBack:
                 if not any(map(operator.is_not, found, self._visible)):
                     return False
             except KeyError:
-                # Something was removed; what, is told below.
+                # A parameter was removed: the error is raised below.
                 pass
         if self.use_orig_params:
             self._take_over_parameters()
@@ -76,7 +76,7 @@ class WriteBack:
                 check_shape("gradient", where, self._expected[index], gradient)
 
     def where(self, parameter: nn.Parameter) -> ParameterLocation | nn.Module:
-        """The location that a message names for a parameter, or the module that it stands for."""
+        """A parameter's location for error messages, or the module if it is a flat parameter."""
         places = (p for p, own in zip(self.places, self.params, strict=False) if own is parameter)
         return next((each[0] for each in places), self.module)
 
@@ -84,7 +84,7 @@ class WriteBack:
         refuse_replaced_views(self.places, self.sharded)
         flat = self.flat_param.data
         check_shape("parameter", self.module, self.shard_tensor, flat)
-        # Into the memory that full parameters were made for, and that autograd may have saved.
+        # In place: full parameters, and tensors that autograd saved, may lie in this memory.
         self.shard_tensor.data.copy_(flat)
         self.flat_param.data = self.shard_tensor
 
@@ -100,7 +100,7 @@ class WriteBack:
                 check_shape("parameter", places[0], view, new)
                 value = new.detach()
                 if value.untyped_storage().data_ptr() == view.untyped_storage().data_ptr():
-                    # Another parameter's, which may be replaced as well.
+                    # It lies in another parameter's piece, which may be overwritten as well.
                     value = value.clone()
                 replaced.append((index, new, value))
             for index, new, value in replaced:

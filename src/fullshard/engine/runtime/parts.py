@@ -1,7 +1,7 @@
-"""Full parameters that a forward leaves to a few ranks, each with a part, for the backward.
+"""Full parameters that a forward reshards to a few ranks only, for the backward.
 
-Between resharding to all ranks and not resharding at all: the few, such as those of one host, take
-memory for one copy of the parameters together, and backward's all-gather stays among them.
+This lies between resharding to all ranks and not resharding: a few ranks, such as those of one
+host, together keep one copy of the parameters, and backward's all-gather is among them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..params.handle import FlatParamHandle
 class FewRanks(NamedTuple):
     """The ranks that keep full parameters together.
 
-    ``mesh`` has two dimensions: copies of what they keep, and the few themselves. Without one,
-    users are not shown what is kept.
+    ``mesh`` has two dimensions: the copies of the parts, and the few ranks. Without a mesh, users
+    do not see the parts.
     """
 
     group: Group
@@ -46,7 +46,7 @@ class Parts:
 
     @property
     def are_shown(self) -> bool:
-        """True if users see what is kept, in place of full parameters, whenever a forward ends."""
+        """True if users see the parts after a forward, instead of sharded parameters."""
         return self._few.mesh is not None
 
     def keep(self, buffers: Sequence[FullBuffer]) -> None:
@@ -79,7 +79,7 @@ class Parts:
         return [p.gather_output for p in self.held], [p.gather_input for p in self.held]
 
     def drop(self) -> None:
-        """Forget what is kept, and show the parameters that are sharded over all ranks."""
+        """Release the parts, and show the parameters that are sharded over all ranks."""
         if not self.held:
             return
         held, self.held = self.held, []

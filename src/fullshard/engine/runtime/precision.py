@@ -1,4 +1,4 @@
-"""Casting at a unit's border: inputs to compute precision, buffers to theirs."""
+"""Casts a unit's inputs to compute precision, and its buffers to ``buffer_dtype``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """``value`` with its floating-point tensors in ``dtype``; gradients flow back through it."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        # Most are in it already; to compare takes a tenth of asking for what is there.
+        # Most have it already; comparing takes a tenth of the time of calling ``to``.
         if tensor.dtype is dtype or not tensor.is_floating_point():
             return tensor
         return tensor.to(dtype)

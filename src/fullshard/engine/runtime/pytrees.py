@@ -1,4 +1,4 @@
-"""Tensors in what modules are called with and return: finding them, and replacing them."""
+"""Finds and replaces tensors in the inputs and outputs of modules."""
 
 from __future__ import annotations
 

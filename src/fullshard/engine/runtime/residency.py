@@ -1,4 +1,4 @@
-"""Why each unit's full parameters are there, how that changes, and how they go again.
+"""The one reason why a unit is unsharded, its transitions, and the units that are unsharded.
 
 Note: one reason at a time
     A unit is unsharded for exactly one reason (:class:`Reason`), and the reason changes by one of
@@ -106,7 +106,7 @@ class Residency:
             self.reason = Reason.PINNED
 
     def mark_stale(self) -> None:
-        """Have a pinned unit all-gathered again before its next use."""
+        """Let a pinned unit be all-gathered again before its next use."""
         self.is_stale = self.reason is Reason.PINNED
 
     def reshard(self) -> None:
@@ -135,7 +135,7 @@ class Residency:
 
 
 class UnshardedUnits:
-    """Unshards units and reshards them, on the word of the forward and of the backward."""
+    """The units that are unsharded now; unshards and reshards units for forward and backward."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.states = {unit: StepState() for unit in units}
@@ -154,7 +154,7 @@ class UnshardedUnits:
         return unit in self._unsharded
 
     def end_forward(self) -> None:
-        """The outermost forward is over, and a backward may follow."""
+        """Note the parameters' versions at the end of the outermost forward."""
         self._after_forward = [unit.versions() for unit in self.residencies]
 
     def changed_since_forward(self) -> bool:
@@ -167,7 +167,7 @@ class UnshardedUnits:
         return [*self._unsharded]
 
     def unshard(self, unit: Unit, full_precision: bool) -> None:
-        """Have a unit's full parameters now, in the shards' precision if ``full_precision``."""
+        """Unshard a unit now, in the shards' own precision if ``full_precision``."""
         if unit.full_precision != full_precision and unit.state is not State.SHARDED:
             self.reshard(unit)
         residency = self.residencies[unit]
@@ -247,7 +247,7 @@ class UnshardedUnits:
             residency.mark_stale()
 
     def begin_backward(self) -> None:
-        """Release memory as a backward does, from now on."""
+        """From now on, release memory as the policy says for backward."""
         self.in_backward = True
 
     def end_backward(self, pins: Callable[[Residency], bool]) -> None:

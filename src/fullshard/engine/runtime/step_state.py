@@ -1,6 +1,6 @@
 """The progress of each unit in the running step, per unit and per forward call.
 
-Why a unit is unsharded is not kept here, but in ``residency.py``.
+The reason why a unit is unsharded is in ``residency.py``.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 class ForwardCall:
-    """One forward of a unit whose end of backward is told by its inputs' gradients."""
+    """One forward of a unit whose backward is known to end when its inputs have gradients."""
 
     __slots__ = ("__weakref__", "asking", "reached_in")
 
     def __init__(self) -> None:
         self.reached_in = -1
-        #: The hooks on inputs, which may outlive the graph of this forward (leaves, and parameters
-        #: of other units, do): the hooks go with it.
+        #: The hooks on inputs. Inputs may outlive this forward's graph (leaves, and parameters of
+        #: other units, do), so the hooks are removed with the graph.
         self.asking: Any = None
 
     def keep(self, asking: Any) -> None:
-        """Remove the hooks on inputs when the call goes."""
+        """Remove the hooks on inputs when this object is deleted."""
         self.asking = asking
 
     def __del__(self) -> None:
@@ -49,35 +49,36 @@ class StepState:
     def __init__(self) -> None:
         #: Forwards of this unit that are running now.
         self.active = 0
-        #: What the running forward was called with: it may hand it on, or put tensors into it.
+        #: The running forward's inputs: it may return them, or put tensors into them.
         self.inputs: Any = None
-        #: Where the unit's modules keep tensors for others, such as auxiliary losses.
+        #: The attributes in which the unit's modules keep tensors such as auxiliary losses.
         self.side_outputs: SideOutputs | None = None
         #: The graph task in which a gradient reached the unit's output; None when closed.
         self.task: int | None = None
         #: Calls whose outputs were reached and whose inputs were not, see ``Backward._close``.
         self.open_calls = 0
-        #: Whether the running backward has brought gradients of its parameters.
+        #: Whether the running backward has computed gradients of its parameters.
         self.received = False
-        #: Whether the unit may need its parameters after its own gradients are there: its inputs'
-        #: gradients tell when it is done. None until its first forward was looked at.
+        #: Whether the unit may need its parameters after its parameters' gradients are computed; if
+        #: so, its inputs' gradients tell when it is done. None until its first forward has ended.
         self.inputs_tell: bool | None = None
-        #: Needed until the end of backward, since no input's gradient can tell.
+        #: Whether the unit is kept until the end of backward, since no input has a gradient.
         self.held = False
-        #: When the unit's last forward, the outermost of nested ones, began, in autograd's numbers.
+        #: Autograd's sequence number when the unit's last forward (the outermost, if they are
+        #: nested) began.
         self.birth = 0
 
     def keep_side_outputs(self, side_outputs: SideOutputs) -> SideOutputs:
-        """Look at the same attributes in every forward."""
+        """Use the same ``side_outputs`` in every forward."""
         self.side_outputs = side_outputs
         return side_outputs
 
     def learn_who_tells(self, holds_reentrant_checkpoint: bool) -> None:
-        """A reentrant checkpoint needs parameters after the unit's own gradients are there."""
+        """Note whether parameters are needed after their gradients: by a reentrant checkpoint."""
         self.inputs_tell = self.held = holds_reentrant_checkpoint
 
     def hold_if_nobody_tells(self) -> None:
-        """No input has a gradient: a unit that its inputs should tell is held until the end."""
+        """No input has a gradient: hold the unit if its inputs' gradients were to tell."""
         self.held = bool(self.inputs_tell)
 
     def close(self) -> None:

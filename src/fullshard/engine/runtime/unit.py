@@ -114,7 +114,7 @@ class Unit(UnitBase):
                     inputs.append(buffer.gather_input)
                     outputs.append(buffer.gather_output)
                     self._copies_out |= buffer.is_copied_out
-            elif not buffer.is_standing:
+            elif not buffer.is_shard_backed:
                 self._copies_shards = True
         if not outputs:
             return

@@ -229,4 +229,6 @@ class UnitBase:
     @property
     def holds_a_copy(self) -> bool:
         """True if the full buffers are a copy, in another precision or place, of whole shards."""
-        return not self.is_sharded and any(not buffer.is_standing for buffer in self.full_buffers)
+        return not self.is_sharded and any(
+            not buffer.is_shard_backed for buffer in self.full_buffers
+        )

@@ -15,7 +15,7 @@ import torch
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_REASON = "fullshard gathers, frees and reduces outside of compiled graphs"
+_REASON = "fullshard unshards, reshards and reduces outside compiled graphs"
 
 
 def untraced(function: _Function) -> _Function:

@@ -1,4 +1,4 @@
-"""Units that are unsharded and resharded on the user's word: ``unshard()`` and ``reshard()``."""
+"""``unshard()`` and ``reshard()``: units that the user unshards and reshards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .unit import State, Unit
 
 
 class UserRequests:
-    """The part of a schedule that carries out what the user asks for."""
+    """The part of a schedule that carries out the user's requests."""
 
     _streams: HostStreams
     _policy: Policy
@@ -37,7 +37,7 @@ class UserRequests:
         def _note_capture(self) -> None: ...
 
     def unshard(self, unit: Unit) -> None:
-        """Begin to gather a unit ahead of its use; inside a pass, as prefetching would."""
+        """Begin to all-gather a unit ahead of its use; inside a pass, this is a prefetch."""
         if unit.summoned:
             return
         if not self.wait_until_idle():
@@ -61,24 +61,24 @@ class UserRequests:
         residency.request(unit.versions())
 
     def gather_after(self, event: Any) -> None:
-        """Let the next pass all-gather after ``event``, not after all that was computed before."""
+        """Let the next pass all-gather after ``event``, instead of after all earlier compute."""
         self._stepped = event
 
     def finish_unshard(self, unit: Unit) -> None:
-        """Show what :meth:`unshard` gathers, between passes."""
+        """Put the parameters that :meth:`unshard` all-gathers in place, between passes."""
         if self.is_idle and self._residencies[unit].is_requested and not unit.shows_full:
             unit.finish_unshard()
             unit.show_full(tracked=torch.is_grad_enabled())
             unit.remember_values()
 
     def reshard(self, unit: Unit) -> None:
-        """Give a unit's full parameters back; what was done to them since is kept."""
+        """Reshard a unit, and keep the changes that were made to its full parameters."""
         self.await_clean_up()
         state = self._states[unit]
         if unit.summoned or state.active or state.task is not None:
             raise RuntimeError(
-                f"Unit {unit.name!r} computes with its full parameters now, or summon_full_params "
-                "shows them: reshard() it afterwards"
+                f"Unit {unit.name!r} is in use by a forward, a backward or "
+                "summon_full_params: call reshard() after it"
             )
         unit.drop_parts()
         if unit in self._unsharded:

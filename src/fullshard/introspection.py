@@ -24,7 +24,7 @@ class TrainingState(Enum):
     SUMMON_FULL_PARAMS = auto()
 
 
-class UnitFacts(nn.Module):
+class Introspection(nn.Module):
     """Read-only attributes of a wrapper's unit, under the names that programs already use."""
 
     _unit: Unit
@@ -87,7 +87,7 @@ class UnitFacts(nn.Module):
     @property
     def _all_handles(self) -> list[FlatParamHandle]:
         """The handles of this wrapper's unit and of the units nested in it."""
-        return [h for m in self.modules() if isinstance(m, UnitFacts) for h in m._unit.handles]
+        return [h for m in self.modules() if isinstance(m, Introspection) for h in m._unit.handles]
 
     @property
     def _sync_gradients(self) -> bool:
@@ -122,6 +122,9 @@ class UnitFacts(nn.Module):
         if self._schedule is not None and not self._schedule.is_idle:
             return TrainingState.FORWARD_BACKWARD
         return TrainingState.IDLE
+
+    def _assert_idle(self) -> None:
+        self._assert_state(TrainingState.IDLE)
 
     def _assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
         expected = [state] if isinstance(state, TrainingState) else list(state)
