@@ -32,8 +32,8 @@ _APART = (
     "batches, modes or hyperparameters do not change at the same calls on all ranks, which have to "
     "capture together: pad batches so that they do"
 )
-#: What a rank tells the others: why it cannot capture, and what it is about to do.
-_Answer = tuple[str | None, Action | None]
+#: What a rank tells the others: why it cannot capture, and which of its calls it repeats how.
+_Answer = tuple[str | None, tuple[Action, int | None] | None]
 #: Words in the message of the error that broke a capture, each with advice for the user.
 _HINTS = (
     ("capturable", "construct the optimizer with capturable=True"),
@@ -134,11 +134,10 @@ class CapturedStep(Generic[Batch, Result]):
         kind = self._step.kind_of(leaves, structure)
         # The first call shows what the step uses.
         is_first, self._made = self._made == 0, self._made + 1
-        action = Action.EAGER if is_first else self._calls.decide(kind)
-        asks = action is Action.CAPTURE or (action is Action.EAGER and self._settles_in)
-        if asks and not is_first and not self._all_can(self._obstacle(leaves), action):
-            return self._fall_back(batch)
+        action = Action.EAGER if is_first else self._decide(kind, leaves)
         if action is Action.CAPTURE and not self._capture(kind, leaves, spec):
+            action = None
+        if action is None:
             return self._fall_back(batch)
         if action is not Action.EAGER:
             result: Result = self._graphs[kind].replay(leaves)
@@ -147,6 +146,13 @@ class CapturedStep(Generic[Batch, Result]):
             self._tell_restless(kind, self._last)
         self._last = kind
         return self._run(leaves, spec)
+
+    def _decide(self, kind: Kind, leaves: list[Any]) -> Action | None:
+        """Decide on a call; None if all that follow, this one included, are not to be captured."""
+        since, action = self._calls.since(kind), self._calls.decide(kind)
+        if action is not Action.CAPTURE and not self._settles_in:
+            return action
+        return action if self._all_can(self._obstacle(leaves), (action, since)) else None
 
     @property
     def _settles_in(self) -> bool:
@@ -233,9 +239,11 @@ class CapturedStep(Generic[Batch, Result]):
             group = dist.group.WORLD
         return None if group is None else group_for(group)
 
-    def _all_can(self, reason: str | None, action: Action | None = None) -> bool:
+    def _all_can(
+        self, reason: str | None, repeats: tuple[Action, int | None] | None = None
+    ) -> bool:
         """Before a call: true if every rank can capture, and is about to do the same."""
-        answer, ranks = (reason, action), self._ranks
+        answer, ranks = (reason, repeats), self._ranks
         return self._settle([answer] if ranks is None else ranks.gather_objects(answer, _UNIT))
 
     def _all_have(self, reason: str | None) -> bool:
@@ -247,7 +255,7 @@ class CapturedStep(Generic[Batch, Result]):
         """True if nothing is in the way of any rank; otherwise none captures from now on."""
         reasons = [reason for reason, _ in answers]
         found = next((each for each in enumerate(reasons) if each[1] is not None), None)
-        if found is None and len({action for _, action in answers}) > 1:
+        if found is None and len({repeats for _, repeats in answers}) > 1:
             reasons = [_APART] * len(answers)
             found = 0, _APART
         if found is None:
