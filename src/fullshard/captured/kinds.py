@@ -49,7 +49,8 @@ class Step:
 
     def __init__(self) -> None:
         self._schedules: dict[Schedule, None] = {}
-        self._optimizers: dict[torch.optim.Optimizer, None] = {}
+        #: With how many parameters each had when it last stepped eagerly.
+        self._optimizers: dict[torch.optim.Optimizer, int] = {}
         self._units: list[Unit] = []
         self._modules: list[nn.Module] = []
         self.parameters: list[torch.Tensor] = []
@@ -62,8 +63,9 @@ class Step:
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer makes a step."""
-        if optimizer not in self._optimizers:
-            self._optimizers[optimizer] = None
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._optimizers.get(optimizer) != count:
+            self._optimizers[optimizer] = count
             self._look_again()
 
     def _look_again(self) -> None:
@@ -166,8 +168,8 @@ def obstacle_in(leaves: Sequence[Any]) -> str | None:
 def _of_leaf(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype, leaf.requires_grad
-    # 1, 1.0 and True are equal, and not the same to what computes with them.
-    return type(leaf), leaf
+    # 1, 1.0 and True are equal, and so are 0.0 and -0.0: not to what computes with them.
+    return type(leaf), leaf.hex() if isinstance(leaf, float) else leaf
 
 
 def _of_groups(optimizer: torch.optim.Optimizer) -> Hashable:
@@ -180,9 +182,13 @@ def _of_groups(optimizer: torch.optim.Optimizer) -> Hashable:
 
 
 def _of_value(value: Any) -> Hashable:
-    """A number by its value; a tensor by its address, since a graph reads its value in replays."""
+    """A number by its value; a tensor by its address, since a graph reads its value in replays.
+
+    On the host it was read when the graph was captured.
+    """
     if isinstance(value, torch.Tensor):
-        return "tensor", value.data_ptr()
+        on_host = value.device.type == "cpu"
+        return "tensor", value.data_ptr(), repr(value.tolist()) if on_host else None
     if isinstance(value, (list, tuple)):
         return tuple(map(_of_value, value))
     return value if isinstance(value, Hashable) else repr(value)
