@@ -9,13 +9,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from ..engine.comm.collectives import Group, group_for
 from ..engine.comm.disagreement import RankLostError, RanksDisagreeError
 from ..engine.comm.streams import devices_in_use
-from ..engine.runtime.capturing import watch_passes
 from .calls import Action, Calls
 from .graphs import Recorder, StepGraph
 from .kinds import Kind, Step, check_batch, flatten, obstacle_in
@@ -113,6 +111,8 @@ class CapturedStep(Generic[Batch, Result]):
         #: How many calls there were.
         self._made = 0
         self._last: Kind | None = None
+        #: Why no graph can stand for calls of a kind, as their eager calls have shown.
+        self._contradiction: str | None = None
         #: Why all calls run eagerly; None as long as they need not.
         self.why_eager: str | None = None
         leaves, _, _ = flatten(example_batch)
@@ -145,7 +145,9 @@ class CapturedStep(Generic[Batch, Result]):
         if self._calls.is_restless and self._last is not None:
             self._tell_restless(kind, self._last)
         self._last = kind
-        return self._run(leaves, spec)
+        result = self._run(leaves, spec)
+        self._contradiction = self._contradiction or self._step.contradiction(kind)
+        return result
 
     def _decide(self, kind: Kind, leaves: list[Any]) -> Action | None:
         """Decide on a call; None if all that follow, this one included, are not to be captured."""
@@ -180,16 +182,12 @@ class CapturedStep(Generic[Batch, Result]):
 
     def _run(self, leaves: list[Any], spec: Any) -> Result:
         """Run the step eagerly, and see what it uses."""
-        hook = register_optimizer_step_pre_hook(self._step.note_optimizer)
-        try:
-            with watch_passes(self._step):
-                if self._recorder is None:
-                    return self._call(spec, leaves)
-                placed = self._recorder.place(leaves)
-                result: Result = self._recorder.run(lambda: self._call(spec, placed))
-                return result
-        finally:
-            hook.remove()
+        with self._step.watched():
+            if self._recorder is None:
+                return self._call(spec, leaves)
+            placed = self._recorder.place(leaves)
+            result: Result = self._recorder.run(lambda: self._call(spec, placed))
+            return result
 
     def _call(self, spec: Any, leaves: Any) -> Result:
         return self._function(pytree.tree_unflatten(leaves, spec))
@@ -204,8 +202,9 @@ class CapturedStep(Generic[Batch, Result]):
         call, placed = functools.partial(self._call, spec), recorder.place(leaves)
         bookmarks = [(group, group.bookmark()) for group in self._step.groups]
         try:
-            graph = recorder.capture(call, placed, self._step.parameters)
-            reason = self._step.leftover()
+            with self._step.watched():
+                graph = recorder.capture(call, placed, self._step.parameters)
+            reason = self._step.leftover() or self._step.contradiction(kind)
         except (RanksDisagreeError, RankLostError):
             raise
         except Exception as error:
@@ -230,7 +229,7 @@ class CapturedStep(Generic[Batch, Result]):
     def _obstacle(self, leaves: list[Any]) -> str | None:
         if self._recorder is None:
             return "it runs on the CPU, and CUDA graphs are for GPUs"
-        return obstacle_in(leaves) or self._step.obstacle()
+        return self._contradiction or obstacle_in(leaves) or self._step.obstacle()
 
     @property
     def _ranks(self) -> Group | None:
