@@ -8,7 +8,13 @@ import torch
 from torch import nn
 
 from .api import MixedPrecision
-from .engine.runtime.precision import BufferPrecision, cast_floating, floating_dtype, move
+from .engine.runtime.precision import (
+    BufferPrecision,
+    cast_floating,
+    cast_inputs,
+    floating_dtype,
+    move,
+)
 from .engine.runtime.unit import Unit
 from .engine.runtime.untraced import untraced
 
@@ -47,7 +53,7 @@ class InputPrecision(nn.Module):
                 self._is_root and precision.cast_root_forward_inputs
             )
             if dtype is not None and casts:
-                args, kwargs = cast_floating((args, kwargs), dtype)
+                args, kwargs = cast_inputs(args, kwargs, dtype)
         if self._exempt and self._own_dtype is not None:
             self._outside_dtype = floating_dtype((args, kwargs))
             args, kwargs = cast_floating((args, kwargs), self._own_dtype)

@@ -5,6 +5,7 @@ Where there is no GPU, a stand-in carries out what is captured: it is tested wha
 
 from __future__ import annotations
 
+import itertools
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ class StandIn:
         self.captures = False
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        return [leaf.double() for leaf in leaves]
+        return [leaf.double() if torch.is_tensor(leaf) else leaf for leaf in leaves]
 
     def run(self, call: Callable[[], Any]) -> Any:
         return call()
@@ -104,9 +105,14 @@ def test_ranks_whose_batches_change_at_other_calls_do_not_capture() -> None:
         group.begin_pass("forward", "model")
         return len(batch)
 
-    for other_sizes in ([3, 4, 3, 4, 3, 4, 4, 4], [3, 3, 3, 4, 4, 4, 4, 4]):
+    for of_ranks in (
+        ([3, 3, 3, 3, 3, 3], [3, 4, 3, 4, 3, 4]),
+        ([3, 3, 3, 3, 3, 3], [3, 3, 3, 4, 4, 4]),
+        # All come as often, and would be captured at the same calls.
+        ([3, 4, 3, 4, 3, 4], [3, 4, 3, 3, 4, 4]),
+    ):
         call, _ = captured(step, group)
-        sizes = other_sizes if dist.get_rank() == 1 else [3] * 8
+        sizes = of_ranks[dist.get_rank()]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assert [call(torch.zeros(size)) for size in sizes] == sizes
@@ -140,6 +146,33 @@ def test_batches_are_on_the_device_in_every_call_of_a_step_that_is_not_captured(
     with pytest.warns(UserWarning, match="runs eagerly: RuntimeError: broke"):
         found = [call(torch.zeros(3)) for _ in range(8)]
     assert found == [torch.float64] * 8
+
+
+@ranks(1)
+def test_a_step_that_decides_by_a_counter_is_not_captured_unless_its_batches_tell() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizers = [torch.optim.SGD([parameter], lr=0.1), torch.optim.AdamW([parameter], lr=0.1)]
+    counter = itertools.count()
+
+    def counts(batch: torch.Tensor) -> int:
+        which = next(counter) % 2
+        optimizers[which].step()
+        return which
+
+    def is_told(batch: tuple[torch.Tensor, int]) -> int:
+        optimizers[batch[1]].step()
+        return batch[1]
+
+    group = group_for(dist.group.WORLD)
+    call, _ = captured(counts, group)
+    with pytest.warns(
+        UserWarning, match="one ran a step of .*, and another a step of .*: if a counter"
+    ):
+        assert [call(torch.zeros(2)) for _ in range(6)] == [0, 1] * 3
+    assert call.captured == 0
+    call, _ = captured(is_told, group)
+    assert [call((torch.zeros(2), index % 2)) for index in range(10)] == [0, 1] * 5
+    assert call.captured == 2
 
 
 def test_batches_that_cannot_be_copied_to_a_graph_are_told() -> None:

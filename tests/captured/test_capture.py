@@ -133,6 +133,18 @@ def test_what_cannot_be_captured_runs_eagerly_on_all_ranks_with_one_warning() ->
         waiting = waits(model, optimizer, step)
         return waiting if dist.get_rank() == 1 else step
 
+    def waits_in_the_middle_on_one(model: Any, optimizer: Any, step: Any) -> Any:
+        def waiting(batch: Any) -> Any:
+            loss = model(batch)
+            if dist.get_rank() == 1:
+                loss.item()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return waiting
+
     def counts_on_the_host(model: Any, optimizer: Any, step: Any) -> Any:
         for group in optimizer.param_groups:
             group["capturable"] = False
@@ -141,6 +153,7 @@ def test_what_cannot_be_captured_runs_eagerly_on_all_ranks_with_one_warning() ->
     cases = (
         (waits, "AcceleratorError|item"),
         (waits_on_one, "rank 1"),
+        (waits_in_the_middle_on_one, "rank 1"),
         (counts_on_the_host, "capturable=True"),
     )
     for change, told in cases:

@@ -120,15 +120,23 @@ def test_what_the_host_looks_at_makes_calls_differ() -> None:
         assert first.differences(kind((batch,))) == ["batch"]
         assert first.differences(kind([batch, 1])) == ["batch"]
         assert kind([batch, 1]) != kind([batch, True])
+        assert kind([batch, 0.0]) != kind([batch, -0.0])
         model.eval()
         assert first.differences(kind(batch)) == ["modes"]
         model.train()
         optimizer.param_groups[0]["lr"] = 0.2
         assert first.differences(kind(batch)) == ["hyperparameters"]
-        optimizer.param_groups[0]["lr"] = torch.tensor(0.2)
+        # A graph reads what is on the device; what is on the host was read at its capture.
+        elsewhere = "meta" if device().type == "cpu" else device()
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.2, device=elsewhere)
         by_tensor = kind(batch)
         optimizer.param_groups[0]["lr"].fill_(0.3)
         assert by_tensor == kind(batch)
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.2)
+        on_host = kind(batch)
+        assert on_host == kind(batch)
+        optimizer.param_groups[0]["lr"].fill_(0.3)
+        assert on_host.differences(kind(batch)) == ["hyperparameters"]
         optimizer.param_groups[0]["lr"] = 0.1
         parameter.requires_grad_(False)
         assert first.differences(kind(batch)) == ["trained parameters"]
@@ -139,3 +147,7 @@ def test_what_the_host_looks_at_makes_calls_differ() -> None:
         assert first.differences(kind(batch)) == ["gradients"]
         optimizer.zero_grad()
         assert first == kind(batch)
+        added = torch.nn.Parameter(torch.zeros(2, device=device()))
+        optimizer.add_param_group({"params": [added]})
+        step.note_optimizer(optimizer)
+        assert any(each is added for each in step.parameters)

@@ -63,6 +63,12 @@ class Calls:
         """True at the one call at which kinds have changed for too long for any to be captured."""
         return self._eager_in_a_row == self.restless_after
 
+    def since(self, kind: Hashable) -> int | None:
+        """How many other kinds without a graph came since this one did; None if it did not."""
+        if kind not in self._counts:
+            return None
+        return next(i for i, each in enumerate(reversed(self._counts)) if each == kind)
+
     def decide(self, kind: Hashable) -> Action:
         """Decide on a call that is about to be made."""
         if kind in self._kept:

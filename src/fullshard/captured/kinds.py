@@ -6,20 +6,25 @@ the host looked at: shapes, modes, which parameters are trained, numbers such as
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Generator, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from ..engine.comm.collectives import Group
-from ..engine.runtime.capturing import obstacle
+from ..engine.runtime.capturing import obstacle, watch_passes
 from ..engine.runtime.forward import Schedule
 from ..engine.runtime.pytrees import PLAIN_TYPES, tensors_in
 from ..engine.runtime.unit import Unit
+
+#: Of how many kinds it is kept what their calls did.
+_KINDS_KEPT = 64
 
 _TRAINING = operator.attrgetter("training")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
@@ -49,21 +54,39 @@ class Step:
 
     def __init__(self) -> None:
         self._schedules: dict[Schedule, None] = {}
-        self._optimizers: dict[torch.optim.Optimizer, None] = {}
+        #: With how many parameters each had when it last stepped eagerly.
+        self._optimizers: dict[torch.optim.Optimizer, int] = {}
         self._units: list[Unit] = []
         self._modules: list[nn.Module] = []
         self.parameters: list[torch.Tensor] = []
+        #: What the running call does, or the last one did; and what calls of each kind did.
+        self._deeds: list[str] = []
+        self._done: dict[Kind, list[str]] = {}
+
+    @contextlib.contextmanager
+    def watched(self) -> Generator[None, None, None]:
+        """Note what a call, which runs in this context, uses and does."""
+        self._deeds = []
+        hook = register_optimizer_step_pre_hook(self.note_optimizer)
+        try:
+            with watch_passes(self):
+                yield
+        finally:
+            hook.remove()
 
     def note_pass(self, schedule: Schedule) -> None:
         """A forward of a sharded model begins."""
+        self._deeds.append(f"a forward of {schedule.root.name!r}")
         if schedule not in self._schedules:
             self._schedules[schedule] = None
             self._look_again()
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer makes a step."""
-        if optimizer not in self._optimizers:
-            self._optimizers[optimizer] = None
+        self._deeds.append(f"a step of {type(optimizer).__name__}")
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._optimizers.get(optimizer) != count:
+            self._optimizers[optimizer] = count
             self._look_again()
 
     def _look_again(self) -> None:
@@ -114,6 +137,19 @@ class Step:
             if reason is not None:
                 return reason
         return obstacle(self._units) or self.leftover()
+
+    def contradiction(self, kind: Kind) -> str | None:
+        """Why a replay could not stand for a call of this kind: the last one did something else."""
+        if len(self._done) > _KINDS_KEPT:
+            del self._done[next(iter(self._done))]
+        before = self._done.setdefault(kind, self._deeds)
+        if before == self._deeds:
+            return None
+        one, other = (", ".join(deeds) or "nothing" for deeds in (before, self._deeds))
+        return (
+            f"calls that look alike do not do the same, but one ran {one}, and another {other}: if "
+            "a counter decides, pass what it decides in the batch, as a number"
+        )
 
     def leftover(self) -> str | None:
         """Why a replay could not follow this call: it left unreduced gradients. None if it can."""
@@ -166,8 +202,8 @@ def obstacle_in(leaves: Sequence[Any]) -> str | None:
 def _of_leaf(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype, leaf.requires_grad
-    # 1, 1.0 and True are equal, and not the same to what computes with them.
-    return type(leaf), leaf
+    # 1, 1.0 and True are equal, and so are 0.0 and -0.0: not to what computes with them.
+    return type(leaf), leaf.hex() if isinstance(leaf, float) else leaf
 
 
 def _of_groups(optimizer: torch.optim.Optimizer) -> Hashable:
@@ -180,9 +216,13 @@ def _of_groups(optimizer: torch.optim.Optimizer) -> Hashable:
 
 
 def _of_value(value: Any) -> Hashable:
-    """A number by its value; a tensor by its address, since a graph reads its value in replays."""
+    """A number by its value; a tensor by its address, since a graph reads its value in replays.
+
+    On the host it was read when the graph was captured.
+    """
     if isinstance(value, torch.Tensor):
-        return "tensor", value.data_ptr()
+        on_host = value.device.type == "cpu"
+        return "tensor", value.data_ptr(), repr(value.tolist()) if on_host else None
     if isinstance(value, (list, tuple)):
         return tuple(map(_of_value, value))
     return value if isinstance(value, Hashable) else repr(value)

@@ -9,13 +9,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from ..engine.comm.collectives import Group, group_for
 from ..engine.comm.disagreement import RankLostError, RanksDisagreeError
 from ..engine.comm.streams import devices_in_use
-from ..engine.runtime.capturing import watch_passes
 from .calls import Action, Calls
 from .graphs import Recorder, StepGraph
 from .kinds import Kind, Step, check_batch, flatten, obstacle_in
@@ -32,8 +30,8 @@ _APART = (
     "batches, modes or hyperparameters do not change at the same calls on all ranks, which have to "
     "capture together: pad batches so that they do"
 )
-#: What a rank tells the others: why it cannot capture, and what it is about to do.
-_Answer = tuple[str | None, Action | None]
+#: What a rank tells the others: why it cannot capture, and which of its calls it repeats how.
+_Answer = tuple[str | None, tuple[Action, int | None] | None]
 #: Words in the message of the error that broke a capture, each with advice for the user.
 _HINTS = (
     ("capturable", "construct the optimizer with capturable=True"),
@@ -113,6 +111,8 @@ class CapturedStep(Generic[Batch, Result]):
         #: How many calls there were.
         self._made = 0
         self._last: Kind | None = None
+        #: Why no graph can stand for calls of a kind, as their eager calls have shown.
+        self._contradiction: str | None = None
         #: Why all calls run eagerly; None as long as they need not.
         self.why_eager: str | None = None
         leaves, _, _ = flatten(example_batch)
@@ -134,11 +134,10 @@ class CapturedStep(Generic[Batch, Result]):
         kind = self._step.kind_of(leaves, structure)
         # The first call shows what the step uses.
         is_first, self._made = self._made == 0, self._made + 1
-        action = Action.EAGER if is_first else self._calls.decide(kind)
-        asks = action is Action.CAPTURE or (action is Action.EAGER and self._settles_in)
-        if asks and not is_first and not self._all_can(self._obstacle(leaves), action):
-            return self._fall_back(batch)
+        action = Action.EAGER if is_first else self._decide(kind, leaves)
         if action is Action.CAPTURE and not self._capture(kind, leaves, spec):
+            action = None
+        if action is None:
             return self._fall_back(batch)
         if action is not Action.EAGER:
             result: Result = self._graphs[kind].replay(leaves)
@@ -146,7 +145,16 @@ class CapturedStep(Generic[Batch, Result]):
         if self._calls.is_restless and self._last is not None:
             self._tell_restless(kind, self._last)
         self._last = kind
-        return self._run(leaves, spec)
+        result = self._run(leaves, spec)
+        self._contradiction = self._contradiction or self._step.contradiction(kind)
+        return result
+
+    def _decide(self, kind: Kind, leaves: list[Any]) -> Action | None:
+        """Decide on a call; None if all that follow, this one included, are not to be captured."""
+        since, action = self._calls.since(kind), self._calls.decide(kind)
+        if action is not Action.CAPTURE and not self._settles_in:
+            return action
+        return action if self._all_can(self._obstacle(leaves), (action, since)) else None
 
     @property
     def _settles_in(self) -> bool:
@@ -174,16 +182,12 @@ class CapturedStep(Generic[Batch, Result]):
 
     def _run(self, leaves: list[Any], spec: Any) -> Result:
         """Run the step eagerly, and see what it uses."""
-        hook = register_optimizer_step_pre_hook(self._step.note_optimizer)
-        try:
-            with watch_passes(self._step):
-                if self._recorder is None:
-                    return self._call(spec, leaves)
-                placed = self._recorder.place(leaves)
-                result: Result = self._recorder.run(lambda: self._call(spec, placed))
-                return result
-        finally:
-            hook.remove()
+        with self._step.watched():
+            if self._recorder is None:
+                return self._call(spec, leaves)
+            placed = self._recorder.place(leaves)
+            result: Result = self._recorder.run(lambda: self._call(spec, placed))
+            return result
 
     def _call(self, spec: Any, leaves: Any) -> Result:
         return self._function(pytree.tree_unflatten(leaves, spec))
@@ -198,8 +202,9 @@ class CapturedStep(Generic[Batch, Result]):
         call, placed = functools.partial(self._call, spec), recorder.place(leaves)
         bookmarks = [(group, group.bookmark()) for group in self._step.groups]
         try:
-            graph = recorder.capture(call, placed, self._step.parameters)
-            reason = self._step.leftover()
+            with self._step.watched():
+                graph = recorder.capture(call, placed, self._step.parameters)
+            reason = self._step.leftover() or self._step.contradiction(kind)
         except (RanksDisagreeError, RankLostError):
             raise
         except Exception as error:
@@ -224,7 +229,7 @@ class CapturedStep(Generic[Batch, Result]):
     def _obstacle(self, leaves: list[Any]) -> str | None:
         if self._recorder is None:
             return "it runs on the CPU, and CUDA graphs are for GPUs"
-        return obstacle_in(leaves) or self._step.obstacle()
+        return self._contradiction or obstacle_in(leaves) or self._step.obstacle()
 
     @property
     def _ranks(self) -> Group | None:
@@ -233,9 +238,11 @@ class CapturedStep(Generic[Batch, Result]):
             group = dist.group.WORLD
         return None if group is None else group_for(group)
 
-    def _all_can(self, reason: str | None, action: Action | None = None) -> bool:
+    def _all_can(
+        self, reason: str | None, repeats: tuple[Action, int | None] | None = None
+    ) -> bool:
         """Before a call: true if every rank can capture, and is about to do the same."""
-        answer, ranks = (reason, action), self._ranks
+        answer, ranks = (reason, repeats), self._ranks
         return self._settle([answer] if ranks is None else ranks.gather_objects(answer, _UNIT))
 
     def _all_have(self, reason: str | None) -> bool:
@@ -247,7 +254,7 @@ class CapturedStep(Generic[Batch, Result]):
         """True if nothing is in the way of any rank; otherwise none captures from now on."""
         reasons = [reason for reason, _ in answers]
         found = next((each for each in enumerate(reasons) if each[1] is not None), None)
-        if found is None and len({action for _, action in answers}) > 1:
+        if found is None and len({repeats for _, repeats in answers}) > 1:
             reasons = [_APART] * len(answers)
             found = 0, _APART
         if found is None:

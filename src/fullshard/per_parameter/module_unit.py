@@ -21,7 +21,7 @@ from ..engine.params.row_sharding import copyable
 from ..engine.params.tensor_parallel import is_distributed
 from ..engine.runtime.forward import Schedule
 from ..engine.runtime.parts import FewRanks
-from ..engine.runtime.precision import cast_floating, move
+from ..engine.runtime.precision import cast_floating, cast_inputs, move
 from ..engine.runtime.unit import Unit
 from ..engine.runtime.untraced import untraced, untraced_itself
 from .communication import Communication
@@ -113,7 +113,7 @@ class ModuleUnit:
         if self.is_root and unit.device.type != "cpu":
             args, kwargs = move((args, kwargs), unit.device)
         if precision.param_dtype is not None and precision.cast_forward_inputs:
-            args, kwargs = cast_floating((args, kwargs), precision.param_dtype)
+            args, kwargs = cast_inputs(args, kwargs, precision.param_dtype)
         return args, kwargs
 
     @untraced

@@ -51,6 +51,7 @@ _ELEMENTWISE = frozenset(
 _TWIN = "_fullshard_twin"
 #: What a twin has of its own; the rest it shares with its optimizer.
 _OWN = frozenset({"param_groups", "state", _TWIN})
+_GRADIENT = operator.attrgetter("grad")
 #: Set on a parameter: what stands for it in a twin.
 _STAND_IN = "_fullshard_stand_in"
 
@@ -140,12 +141,14 @@ class _Twin:
                 states[stand_in] = {name: _local(value) for name, value in shown.items()}
 
     def _take_gradients(self) -> None:
-        for parameter, stand_in in zip(self._params, self._stand_ins, strict=True):
+        # Torch need not ask the class of a DTensor for a way of its own to tell its gradient.
+        with torch._C.DisableTorchFunctionSubclass():
+            gradients = list(map(_GRADIENT, self._params))
+        for parameter, stand_in, gradient in zip(
+            self._params, self._stand_ins, gradients, strict=True
+        ):
             if stand_in is not parameter:
-                gradient = parameter.grad
-                if type(gradient) is DTensor:
-                    gradient = gradient._local_tensor
-                stand_in.grad = gradient
+                stand_in.grad = gradient._local_tensor if type(gradient) is DTensor else gradient
 
     def around(self, argument: Any) -> Any:
         """A closure that leaves gradients on the stand-ins as well; anything else as it is."""

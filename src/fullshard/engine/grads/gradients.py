@@ -294,29 +294,38 @@ def accept(found: Sequence[PossiblyUnused]) -> None:
 
 
 def _add(handle: FlatParamHandle, pairs: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
-    old: list[torch.Tensor] = []
-    new: list[torch.Tensor] = []
     handle.receive(map(operator.itemgetter(0), pairs))
-    by_rows = handle if isinstance(handle, RowHandle) else None
-    for parameter, gradient in pairs:
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:
-            if by_rows is not None:
-                parameter.grad = by_rows.distributed(parameter, gradient)
-            else:
+    if isinstance(handle, RowHandle):
+        left = handle.put_gradients(pairs)
+    else:
+        left = []
+        for parameter, gradient in pairs:
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
                 set_gradient(parameter, gradient)
-        else:
-            found = parameter.grad if by_rows is None else by_rows.local_gradient(parameter)
-            if found.shape != gradient.shape:
-                check_shape("gradient", handle.where(parameter), gradient, found)
-            old.append(found)
-            new.append(gradient)
-    if old:
-        if handle.offload:
-            # The host adds gradients that are still being copied from the device.
-            streams_for(handle.device).host_after_reduces()
-        torch._foreach_add_(old, new)
+            else:
+                left.append((parameter, gradient))
+    if left:
+        _add_in_place(handle, left)
+
+
+def _add_in_place(
+    handle: FlatParamHandle, pairs: Sequence[tuple[nn.Parameter, torch.Tensor]]
+) -> None:
+    """Add gradients to those that their parameters have."""
+    old: list[torch.Tensor] = []
+    for parameter, gradient in pairs:
+        found: Any = parameter.grad
+        if isinstance(handle, RowHandle):
+            found = handle.local_gradient(parameter)
+        if found.shape != gradient.shape:
+            check_shape("gradient", handle.where(parameter), gradient, found)
+        old.append(found)
+    if handle.offload:
+        # The host adds gradients that are still being copied from the device.
+        streams_for(handle.device).host_after_reduces()
+    torch._foreach_add_(old, [gradient for _, gradient in pairs])
 
 
 def set_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:

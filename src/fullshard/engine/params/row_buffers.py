@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ from ..comm.custom import Memory, allocate
 from .buffers import FullBuffer, ReduceBuffer
 from .layout import Layout
 from .row_layout import RowLayout
+
+_LAYOUT = operator.attrgetter("layout")
+_DENSE = {torch.strided}
 
 
 class RowFullBuffer(FullBuffer):
@@ -125,18 +129,22 @@ class RowReduceBuffer(ReduceBuffer):
         self._rows = rows
         sizes = _sizes(layout)
         self._by_rows = sizes is not None and all(chunk.numel for chunk in layout.chunks)
-        #: Zeros for the alignment gaps, by the dtype of the gradients that they go between.
-        self._fillers: dict[torch.dtype, list[torch.Tensor]] = {}
+        #: Zeros for the alignment gaps, by the dtype of the gradients that they go between, and the
+        #: gradients that they go before; last come first.
+        self._fillers: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
 
     def fill(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Copy all gradients in one operation, padding with zeros; False if that cannot be.
 
         For accelerators: on a host it takes many times as long as one copy per gradient.
         """
-        if not self._by_rows or any(g is None or g.layout is not torch.strided for g in gradients):
+        present = [g for g in gradients if g is not None]
+        if not self._by_rows or len(present) < len(gradients):
+            return False
+        if not _DENSE.issuperset(map(_LAYOUT, present)):
             return False
         # Uninitialised gaps would do, but operation and buffer have to agree on every element.
-        parts = self._with_gaps([g for g in gradients if g is not None])
+        parts = self._with_gaps(present)
         torch._chunk_cat(parts, 0, len(self._rows), out=self._rows)
         return True
 
@@ -148,11 +156,11 @@ class RowReduceBuffer(ReduceBuffer):
             ends = [0, *(c.offset + c.numel for c in layout.chunks)]
             widths = [c.offset - end for c, end in zip(layout.chunks, ends, strict=False)]
             zeros = functools.partial(torch.zeros, dtype=dtype, device=self.flat.device)
-            self._fillers[dtype] = [zeros(layout.world_size, width) for width in widths]
-        filled: list[torch.Tensor] = []
-        for gap, gradient in zip(self._fillers[dtype], gradients, strict=True):
-            filled += [gap, gradient] if gap.numel() else [gradient]
-        return filled
+            gaps = [(index, zeros(layout.world_size, w)) for index, w in enumerate(widths) if w]
+            self._fillers[dtype] = gaps[::-1]
+        for index, gap in self._fillers[dtype]:
+            gradients.insert(index, gap)
+        return gradients
 
     def copies(
         self, gradients: Sequence[torch.Tensor | None]

@@ -23,7 +23,7 @@ from ..encoding.encodings import Encoding, Encodings
 from .buffers import FullBuffer, Part, ShardBackedBuffer
 from .encoded_buffers import EncodedRowFullBuffer
 from .flat_parameter import HandleReference
-from .handle import FlatParamHandle
+from .handle import REQUIRES_GRAD, FlatParamHandle
 from .layout import alignment_elements
 from .locations import ParameterLocation, containers_of
 from .replacements import parameter_at
@@ -34,6 +34,9 @@ from .row_sharding import RowSharding, at_start, maker_of_dtensors
 from .tensor_parallel import Distribution, distributions_of, is_distributed
 
 _LOCAL = operator.attrgetter("_local_tensor")
+#: Inside of it, torch does not look whether the class of a DTensor has a way of its own to tell
+#: what every tensor knows of itself, which takes as long as to tell it.
+_AS_TENSORS = torch._C.DisableTorchFunctionSubclass
 
 
 class RowHandle(FlatParamHandle):
@@ -380,6 +383,21 @@ class RowHandle(FlatParamHandle):
         shown._fullshard_reduced = True
         return shown
 
+    def put_gradients(
+        self, pairs: Sequence[tuple[nn.Parameter, torch.Tensor]]
+    ) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Show reduced gradients on trainable parameters; returns those that have some already."""
+        left: list[tuple[nn.Parameter, torch.Tensor]] = []
+        with _AS_TENSORS():
+            for parameter, gradient in pairs:
+                if not parameter.requires_grad:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = self.distributed(parameter, gradient)
+                else:
+                    left.append((parameter, gradient))
+        return left
+
     def local_gradient(self, parameter: Any) -> torch.Tensor:
         """This rank's part of the gradient that a parameter has."""
         local: torch.Tensor = _LOCAL(parameter.grad)
@@ -399,6 +417,12 @@ class RowHandle(FlatParamHandle):
         return kept
 
     # -- the user's view ----------------------------------------------------------------------
+
+    @property
+    def trainable(self) -> tuple[bool, ...]:
+        """Per parameter, whether it takes part in training now."""
+        with _AS_TENSORS():
+            return tuple(map(REQUIRES_GRAD, self.params))
 
     @property
     def is_cut(self) -> bool:

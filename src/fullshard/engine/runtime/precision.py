@@ -23,6 +23,17 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     return replace_tensors(value, cast)
 
 
+def cast_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a module is called with, cast likewise."""
+    if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor and args[0].dtype is dtype:
+        # As most units are called: by one that computes in the same dtype.
+        return args, kwargs
+    cast: tuple[tuple[Any, ...], dict[str, Any]] = cast_floating((args, kwargs), dtype)
+    return cast
+
+
 def floating_dtype(value: Any) -> torch.dtype | None:
     """The dtype of the first floating-point tensor in ``value``, if there is one."""
     floating = (t.dtype for t in tensors_in(value) if t.is_floating_point())
