@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import RanksDisagreeError, ShardingStrategy
+from fullshard import RankLostError, RanksDisagreeError, ShardingStrategy
 from fullshard.engine.comm import agreements, order_check
 from fullshard.testing import device, ranks
 
@@ -363,6 +363,48 @@ def test_a_checkpoint_that_one_rank_alone_saves_or_loads_is_told(act: str, tmp_p
     else:
         message = disagreement(lambda: step(model))
     assert_names(message, f"rank 0: {act} a checkpoint of unit", "rank 1: forward of unit")
+
+
+@ranks(2, timeout=40)
+def test_a_rank_that_fails_while_it_collects_a_checkpoint_is_told_to_all(tmp_path: Path) -> None:
+    model = wrapped("equal", ShardingStrategy.FULL_SHARD)
+    step(model)
+    fullshard.save(tmp_path, model)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("this rank's own data")
+
+    if dist.get_rank() == 0:
+        model.module.blocks[1].register_state_dict_pre_hook(fail)
+    message = disagreement(lambda: fullshard.save(tmp_path, model))
+    assert_names(message, "rank 0: failing to save a checkpoint (ValueError: this rank's own data)")
+
+
+@ranks(2, timeout=40)
+def test_when_all_ranks_fail_alike_while_they_collect_a_checkpoint_they_can_go_on(
+    tmp_path: Path,
+) -> None:
+    model = wrapped("equal", ShardingStrategy.FULL_SHARD)
+    before = step(model)
+    hook = model.module.blocks[1].register_state_dict_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(fullshard.CheckpointError, match="ZeroDivisionError"):
+        fullshard.save(tmp_path, model)
+    hook.remove()
+    torch.testing.assert_close(step(model), before)
+    fullshard.save(tmp_path, model)
+
+
+@ranks(2, timeout=40)
+def test_a_rank_that_destroys_its_process_group_is_told_to_those_that_go_on() -> None:
+    model = wrapped("equal", ShardingStrategy.FULL_SHARD)
+    for _ in range(3):
+        step(model)
+    if dist.get_rank() == 1:
+        dist.destroy_process_group(model.process_group)
+        time.sleep(3)
+        return
+    with patience(0.4), pytest.raises(RankLostError, match=r"Rank 1 .* destroy_process_group\(\)"):
+        step(model)
 
 
 @STEPS

@@ -6,12 +6,25 @@ import contextlib
 import resource
 import socket
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from fullshard.engine.comm.mailbox import Address, Mailbox, State, contact
+from fullshard.engine.comm import mailbox as mailboxes
+from fullshard.engine.comm.announcement import announcements_of
+from fullshard.engine.comm.introductions import introduce
+from fullshard.engine.comm.mailbox import (
+    Address,
+    Mailbox,
+    State,
+    contact,
+    host_towards,
+    own_mailbox,
+)
+from fullshard.testing import ranks
 
 
 class Listener:
@@ -106,3 +119,52 @@ def test_a_process_that_has_closed_its_mailbox_is_told_from_one_that_has_not(
         gone = address._replace(port=free.getsockname()[1])
         states = [found.state for found in contact([address, gone], None, 5.0)]
     assert states == [State.THERE, State.ENDED]
+
+
+@contextlib.contextmanager
+def host_of_its_own() -> Iterator[str]:
+    """Let each rank take the others for ranks of other hosts; yields the address of this one."""
+    host = host_towards(dist.HashStore())
+    if host.startswith("127."):
+        pytest.skip("this machine has no address but its own")
+    before = mailboxes._host_id
+    mailboxes._host_id = lambda: dist.get_rank().to_bytes(8)  # type: ignore[assignment]
+    own_mailbox.cache_clear()
+    try:
+        yield host
+    finally:
+        mailboxes._host_id = before
+        own_mailbox.cache_clear()
+
+
+def introductions(host: str) -> list[Address]:
+    messages = announcements_of(dist.new_group())
+    assert messages is not None
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return introduce(Listener(), dist.get_rank(), store, messages, lambda work: work.wait())
+
+
+@ranks(2)
+def test_hosts_that_refuse_connections_are_known_to_before_a_rank_is_taken_for_dead() -> None:
+    rank = dist.get_rank()
+    with host_of_its_own() as host, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if rank == 1:
+            # As a firewall does it: nobody can connect here, and the process is there.
+            own_mailbox(host).close()
+        addresses = introductions(host)
+
+        assert addresses[rank].is_reachable
+        assert not addresses[1 - rank].is_reachable
+        assert contact([addresses[1 - rank]], None, 1.0)[0].state is State.UNKNOWN
+    told = [str(each.message) for each in caught if "a connection to" in str(each.message)]
+    assert len(told) == (1 if rank == 0 else 0)
+
+
+@ranks(2)
+def test_hosts_that_let_each_other_through_rely_on_mailboxes() -> None:
+    with host_of_its_own() as host:
+        addresses = introductions(host)
+        assert [address.is_reachable for address in addresses] == [True, True]
+        assert contact(addresses, None, 5.0) == [(State.THERE, None)] * 2
+        dist.barrier()
