@@ -59,7 +59,7 @@ def take_local(handle: FlatParamHandle, gradients: Gradients) -> Gradients:
 def _accumulate(
     kept: Gradients, gradients: Gradients, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor | None]:
-    """Add ``gradients`` to ``kept`` in place, and return the sums; others are copied to ``dtype``."""
+    """Add ``gradients`` to ``kept`` in place, and return the sums; copy others to ``dtype``."""
     if not kept:
         kept = [None] * len(gradients)
     pairs = zip(kept, gradients, strict=True)
