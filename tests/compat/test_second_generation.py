@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,20 @@ def test_a_name_is_fullshards_wherever_it_is_imported_from(place: str) -> None:
 
     assert ours == {name: getattr(fullshard, name) for name in theirs}
     assert {name: getattr(module, name) for name in theirs} == theirs
+
+
+def test_a_name_that_a_program_replaces_for_a_while_is_torchs_again_afterwards() -> None:
+    module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+    theirs = module.FSDPModule
+    other = type("Other", (theirs,), {})
+
+    with installed():
+        before = module.FSDPModule
+        module.FSDPModule = other
+        assert module.FSDPModule is other
+        module.FSDPModule = before
+        assert module.FSDPModule is fullshard.FSDPModule
+    assert module.FSDPModule is theirs
 
 
 @ranks(2)

@@ -238,6 +238,29 @@ def test_tensor_parallelism_is_a_further_dimension_of_the_mesh() -> None:
     both(shard, make=make, step_with=step_with)
 
 
+@ranks(4)
+def test_a_model_after_another_finds_its_own_mesh_and_one_tensor_parallel_rank_cuts_nothing() -> (
+    None
+):
+    """DTensor's operations return parts of an earlier mesh that compare equal."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    found: list[list[Any]] = []
+    for api in (THEIRS, OURS):
+        placed: list[Any] = []
+        for shape in ((1, 2, 2), (2, 1, 2), (2, 2, 1)):
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards", "tp"))
+            model = nn.Sequential(nn.Linear(4, 8))
+            parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+            api.fully_shard(model, mesh=mesh["copies", "shards"])
+            for parameter in model.parameters():
+                dtensor: Any = parameter
+                placed.append((dtensor.device_mesh, dtensor.placements, dtensor.to_local().shape))
+        found.append(placed)
+
+    assert found[1] == found[0]
+
+
 @ranks(2)
 def test_a_model_on_the_meta_device_is_sharded_then_made() -> None:
     trained = train(THEIRS, by_block(), steps=1)

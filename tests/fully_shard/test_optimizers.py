@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.fully_shard.side_by_side import (
     OURS,
     THEIRS,
@@ -111,6 +112,12 @@ def test_a_step_and_clipping_run_no_operation_per_parameter_on_dtensors() -> Non
         with DTensorOperations() as counted:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         assert counted.count < 5
+        with DTensorOperations() as counted:
+            # As torchtitan does, to add the norms of a pipeline's stages in between.
+            gradients = [p.grad for p in model.parameters()]
+            norm: Any = torch.nn.utils.get_total_norm(gradients, error_if_nonfinite=True)
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm.full_tensor())
+        assert counted.count < len(gradients) / 2
         optimizer.zero_grad()
 
 
@@ -263,6 +270,12 @@ def test_the_maximum_norm_is_found_also_where_a_rank_has_no_rows() -> None:
     assert whole(norm).item() == pytest.approx(largest)
     clipped = max(whole(p.grad).abs().max().item() for p in model.parameters())
     assert clipped == pytest.approx(0.01, rel=1e-3)
+    if dist.get_rank() == 0:
+        model.head.weight.grad.to_local().fill_(float("nan"))
+    with pytest.raises(RuntimeError, match=r"norm of order inf .* is non-finite"):
+        torch.nn.utils.clip_grad_norm_(
+            model.parameters(), 0.01, float("inf"), error_if_nonfinite=True
+        )
 
 
 @ranks(2)

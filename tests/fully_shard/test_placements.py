@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from pathlib import Path
 from typing import Any
@@ -36,10 +35,6 @@ pytestmark = pytest.mark.skipif(
     not hasattr(COMMON, "ShardPlacementResult"),
     reason="this version of torch has no ShardPlacementResult to compare with",
 )
-
-
-def _answer(placement: Any, _: nn.Parameter) -> Any:
-    return placement
 
 
 class Experts(nn.Module):
@@ -245,11 +240,9 @@ def test_what_a_placement_cannot_be_is_refused() -> None:
         (COMMON.ShardPlacementResult(Shard(1), info), NotImplementedError, "uneven sharding"),
     ]
     for placement, kind, words in cases:
+        module = nn.Linear(3, 4, bias=False)
         with pytest.raises(kind, match=words):
-            fullshard.fully_shard(
-                nn.Linear(3, 4, bias=False),
-                shard_placement_fn=functools.partial(_answer, placement),
-            )
+            fullshard.fully_shard(module, shard_placement_fn={module.weight: placement}.get)
     wrong = COMMON.FSDPMeshInfo(mesh_of("outer", "inner"), shard_mesh_dim=1)
     with pytest.raises(NotImplementedError, match=r"'weight'.*pass FSDPMeshInfo\(mesh"):
         fullshard.fully_shard(

@@ -256,6 +256,24 @@ def test_gradients_stay_local_without_synchronization_and_are_reduced_later() ->
 
 
 @ranks(2)
+def test_unreduced_gradients_of_low_precision_add_up_in_the_dtype_that_they_are_reduced_in() -> (
+    None
+):
+    policy = fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model: Any = build()
+    by_block(mp_policy=policy)(OURS, model)
+    found: list[list[torch.Tensor]] = []
+    for syncs in (True, False):
+        for step in range(16):
+            model.set_requires_gradient_sync(syncs or step == 15)
+            forward_loss(model, step).backward()
+        found.append([p.grad.to_local() for p in model.parameters()])
+        model.zero_grad()
+
+    torch.testing.assert_close(found[1], found[0])
+
+
+@ranks(2)
 def test_evaluation_gives_torchs_outputs_between_steps() -> None:
     theirs, ours = train(THEIRS, by_block(), steps=1), train(OURS, by_block(), steps=1)
     outputs = []

@@ -19,6 +19,8 @@ __all__ = ["is_second_generation", "show_ours", "show_theirs"]
 _PREFIX = "torch.distributed.fsdp._fully_shard._"
 #: Our objects, by the identity of torch's that they stand for.
 _ours: dict[int, Any] = {}
+#: Torch's, by their names and the identity of ours.
+_theirs: dict[tuple[str, int], Any] = {}
 
 
 class _ShowsOurs(ModuleType):
@@ -28,6 +30,11 @@ class _ShowsOurs(ModuleType):
         found = super().__getattribute__(name)
         return _ours.get(id(found), found)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Whoever puts a name back that was ours puts torch's back, as before."""
+        theirs = _theirs.get((name, id(value)), value)
+        super().__setattr__(name, theirs)
+
 
 def is_second_generation(name: str) -> bool:
     """Return True for the name of a module that torch's ``fully_shard`` is made of."""
@@ -36,7 +43,9 @@ def is_second_generation(name: str) -> bool:
 
 def show_ours(replacements: dict[int, Replacement]) -> None:
     """Let these modules show our objects, by the identity of torch's, to all but themselves."""
-    _ours.update({original: entry.ours for original, entry in replacements.items()})
+    for original, entry in replacements.items():
+        _ours[original] = entry.ours
+        _theirs[entry.name, id(entry.ours)] = entry.original
     for module in _modules():
         if type(module) is ModuleType:
             module.__class__ = _ShowsOurs
@@ -45,6 +54,7 @@ def show_ours(replacements: dict[int, Replacement]) -> None:
 def show_theirs() -> None:
     """Let these modules show torch's objects again."""
     _ours.clear()
+    _theirs.clear()
     for module in _modules():
         if type(module) is _ShowsOurs:
             module.__class__ = ModuleType  # type: ignore[assignment]

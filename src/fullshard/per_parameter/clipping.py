@@ -48,11 +48,17 @@ def _norm_around(original: Any) -> Any:
         foreach: bool | None = None,
     ) -> torch.Tensor:
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        partial = _norm_of_parts(given, float(norm_type))
-        if partial is None or error_if_nonfinite:
+        ours = _norm_of_parts(given, float(norm_type))
+        if ours is None:
             found: torch.Tensor = original(given, norm_type, error_if_nonfinite, foreach)
             return found
-        return partial
+        if error_if_nonfinite and not ours._local_tensor.isfinite():  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"The total norm of order {float(norm_type)} for gradients from `parameters` is "
+                "non-finite, so it cannot be clipped. To disable this error and scale the "
+                "gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+            )
+        return ours
 
     return get_total_norm
 
@@ -66,11 +72,11 @@ def _scale_around(original: Any) -> Any:
     ) -> None:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         gradients = [p.grad for p in given if p.grad is not None]
-        if not all(map(is_reduced_by_us, gradients)) or not isinstance(total_norm, DTensor):
+        if not all(map(is_reduced_by_us, gradients)):
             original(given, max_norm, total_norm, foreach)
             return
         with torch.no_grad():
-            norm = total_norm.full_tensor()
+            norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
             factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
             by_kind: dict[Any, list[torch.Tensor]] = {}
             for gradient in gradients:

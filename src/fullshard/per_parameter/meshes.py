@@ -83,7 +83,7 @@ class DataParallelMesh:
         if distribution is None:
             whole = torch.empty(parameter.shape, device="meta")
             return RowSharding(self.mesh, tuple(own), dim, whole.shape, whole.stride())
-        mesh = _concatenate([self.mesh, distribution.mesh])
+        mesh = _concatenate([self.mesh, _beside(self.mesh, distribution.mesh)])
         pairs = zip(distribution.placements, distribution.mesh.shape, strict=True)
         parts = [size for placement, size in pairs if placement.is_shard(dim)]
         if parts and self.shard_dim is not None:
@@ -99,7 +99,20 @@ def _strided_shard(dim: int, parts: list[int]) -> Any:
     """Rows of what tensor parallelism has cut before, although its mesh dimensions come after."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    return _StridedShard(dim, split_factor=math.prod(parts))
+    factor = math.prod(parts)
+    return Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
+
+
+def _beside(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
+    """The same as ``other``, as a part of the mesh that ``mesh`` is a part of, if that has it.
+
+    DTensor's operations may return parts of an earlier mesh, which compare equal.
+    """
+    root, names = _root_of(mesh), other.mesh_dim_names
+    if _root_of(other) == root or names is None or not {*names} <= {*(root.mesh_dim_names or ())}:
+        return other
+    found: DeviceMesh = root[names]
+    return found if found == other else other
 
 
 def _concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:

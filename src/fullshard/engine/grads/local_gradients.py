@@ -4,7 +4,7 @@ Note: gradients that the user sees in between
     Inside ``no_sync``, a wrapper's parameters have whole gradients, in compute precision. Gradients
     that an earlier backward reduced are first made whole, in their own precision, so that both can
     be added. A user of ``fully_shard`` sees reduced gradients only; unreduced ones are kept
-    separately.
+    separately, and added up in the dtype that they are reduced in, if that is more precise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from .gradients import Gradients, copy_to_places, set_gradient
 def keep_local(handle: FlatParamHandle, gradients: Gradients) -> None:
     """Add a group's unreduced gradients to those that are kept."""
     if isinstance(handle, RowHandle):
-        handle.keep_unreduced(_accumulate(handle.take_unreduced(), gradients))
+        dtype = torch.promote_types(handle.dtypes.compute, handle.dtypes.reduce)
+        handle.keep_unreduced(_accumulate(handle.take_unreduced(), gradients, dtype))
         handle.show_local_gradients(True)
         return
     if not handle.local_gradients:
@@ -41,7 +42,8 @@ def take_local(handle: FlatParamHandle, gradients: Gradients) -> Gradients:
     """Return the sum of ``gradients`` and the kept ones, and stop keeping them."""
     handle.show_local_gradients(False)
     if isinstance(handle, RowHandle):
-        return _accumulate(handle.take_unreduced(), gradients)
+        kept_aside = handle.take_unreduced()
+        return _accumulate(kept_aside, gradients) if kept_aside else gradients
     kept = [p.grad if p.requires_grad else None for p in handle.optimizer_params]
     for parameter in handle.optimizer_params:
         if parameter.requires_grad:
@@ -54,19 +56,22 @@ def take_local(handle: FlatParamHandle, gradients: Gradients) -> Gradients:
     return [_sum(old, new) for old, new in zip(kept, gradients, strict=True)]
 
 
-def _accumulate(kept: Gradients, gradients: Gradients) -> list[torch.Tensor | None]:
-    """Add ``gradients`` to ``kept`` ones in place, copy those without one; return all."""
+def _accumulate(
+    kept: Gradients, gradients: Gradients, dtype: torch.dtype | None = None
+) -> list[torch.Tensor | None]:
+    """Add ``gradients`` to ``kept`` in place, and return the sums; copy others to ``dtype``."""
     if not kept:
         kept = [None] * len(gradients)
     pairs = zip(kept, gradients, strict=True)
-    return [_copy_of(new) if old is None else _sum(old, new) for old, new in pairs]
+    return [_copy_of(new, dtype) if old is None else _sum(old, new) for old, new in pairs]
 
 
-def _copy_of(gradient: torch.Tensor | None) -> torch.Tensor | None:
+def _copy_of(gradient: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
     """A dense copy: autograd may hand the same tensor to somebody else as well."""
     if gradient is None:
         return None
-    return gradient.to_dense() if gradient.is_sparse else gradient.clone()
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return dense.to(dtype or dense.dtype, copy=True)
 
 
 def _sum(old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:
