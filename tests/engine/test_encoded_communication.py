@@ -506,6 +506,24 @@ def test_encoded_steps_send_fewer_bytes_on_four_ranks(api: str) -> None:
     _compare_bytes(api)
 
 
+@with_both_apis
+@ranks(2)
+def test_a_trace_has_what_is_sent_encoded(api: str) -> None:
+    nbytes: dict[Any, dict[str, int]] = {}
+    for options in (None, INT8):
+        model = shard(api, build(), options)
+        loss_of(model).backward()
+        with fullshard.trace(model) as trace:
+            loss_of(model).backward()
+        found = nbytes.setdefault(options, {})
+        for record in trace.data.ranks[0].records:
+            found[record.what] = found.get(record.what, 0) + record.nbytes
+
+    for what in ("all-gather", "reduce-scatter"):
+        # A byte and a 64th of four, of a vector's numbers all four.
+        assert 0.25 < nbytes[INT8][what] / nbytes[None][what] < 0.4, what
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
