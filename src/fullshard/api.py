@@ -238,7 +238,7 @@ class Communication:
 
     def encodes_parameter(self, parameter: torch.Tensor) -> bool:
         """True if what is sent of ``parameter``, or of its gradient, is encoded."""
-        large = parameter.dim() > 1 and parameter.numel() >= self.min_numel
+        large = parameter.dim() > 1 and parameter.numel() >= max(1, self.min_numel)
         return self.encodes and large and parameter.is_floating_point()
 
 

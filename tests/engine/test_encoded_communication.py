@@ -35,6 +35,7 @@ from fullshard import (
     ShardingStrategy,
 )
 from fullshard.testing import device, ranks
+from fullshard.wrap import ModuleWrapPolicy
 
 with_both_apis = pytest.mark.parametrize("api", APIS)
 GATHER = Communication(torch.int8, min_numel=0)
@@ -181,6 +182,39 @@ def test_parameters_without_gradients_are_told_from_their_neighbours_in_a_block(
     skipped = {name for name in found if "skipped" in name}
     assert absent == (set() if users else skipped)
     assert all(bool(g.isfinite().all()) for g in found.values() if g is not None)
+
+
+class _Zeroed(nn.Module):
+    """Has a weight whose gradient is negative zero, on the ranks that use it."""
+
+    def __init__(self, is_used: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, 5))
+        self.other = nn.Parameter(torch.ones(5, 6))
+        self.is_used = is_used
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x @ self.other
+        return out + (self.weight * -0.0).sum() if self.is_used else out
+
+
+@with_both_apis
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])
+@ranks(2)
+def test_a_gradient_of_negative_zeros_is_there_for_all_ranks(api: str, dtype: torch.dtype) -> None:
+    model: Any = _Zeroed(dist.get_rank() == 0).to(device())
+    communication = Communication(reduce_dtype=dtype, min_numel=0)
+    if api == "wrapper":
+        model = FullyShardedDataParallel(model, use_orig_params=True, communication=communication)
+    else:
+        model = fullshard.fully_shard(model, communication=communication)
+
+    model(torch.ones(3, 5, device=device())).sum().backward()
+
+    own = [p.grad is not None for p in model.parameters() if p.numel()]
+    everywhere: list[Any] = [None] * 2
+    dist.all_gather_object(everywhere, own)
+    assert all(map(all, everywhere))
 
 
 @with_both_apis
@@ -366,6 +400,27 @@ def test_offloaded_shards_are_encoded_on_their_way() -> None:
 
 @with_both_apis
 @ranks(2)
+def test_parameters_without_elements_are_not_encoded(api: str) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 0), nn.Linear(0, 3)).to(device())
+    x = torch.ones(2, 4, device=device())
+    if api == "wrapper":
+        policy = ModuleWrapPolicy({nn.Linear})
+        model = FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, use_orig_params=True, communication=INT8
+        )
+    else:
+        for each in (*model, model):
+            fullshard.fully_shard(each, communication=INT8)
+
+    model(x).sum().backward()
+    found = gradients_of(model)
+
+    assert found["1.bias"] is not None
+    assert found["1.bias"].tolist() == [2.0] * 3
+
+
+@with_both_apis
+@ranks(2)
 def test_small_parameters_vectors_and_integers_are_sent_as_they_are(api: str) -> None:
     model: Any = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 63))
     model[0].scale = nn.Parameter(torch.ones(2, 64, dtype=torch.long), requires_grad=False)
@@ -449,6 +504,24 @@ def test_encoded_steps_send_fewer_bytes_on_two_ranks() -> None:
 @ranks(4)
 def test_encoded_steps_send_fewer_bytes_on_four_ranks(api: str) -> None:
     _compare_bytes(api)
+
+
+@with_both_apis
+@ranks(2)
+def test_a_trace_has_what_is_sent_encoded(api: str) -> None:
+    nbytes: dict[Any, dict[str, int]] = {}
+    for options in (None, INT8):
+        model = shard(api, build(), options)
+        loss_of(model).backward()
+        with fullshard.trace(model) as trace:
+            loss_of(model).backward()
+        found = nbytes.setdefault(options, {})
+        for record in trace.data.ranks[0].records:
+            found[record.what] = found.get(record.what, 0) + record.nbytes
+
+    for what in ("all-gather", "reduce-scatter"):
+        # A byte and a 64th of four, of a vector's numbers all four.
+        assert 0.25 < nbytes[INT8][what] / nbytes[None][what] < 0.4, what
 
 
 @pytest.mark.parametrize(

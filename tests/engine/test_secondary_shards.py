@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from tests.engine.encoded import (
     APIS,
+    Block,
     build,
     gradients_of,
     loss_of,
@@ -159,6 +160,37 @@ def test_an_exception_between_forward_and_backward_leaves_nothing_behind() -> No
     loss_of(model).backward()
 
     assert not held
+    for name, gradient in gradients_of(model).items():
+        assert gradient is not None
+        mean = torch.stack([of_rank[name] for of_rank in each]).mean(0)
+        torch.testing.assert_close(gradient.view_as(mean), mean, rtol=1e-4, atol=1e-4)
+
+
+class _BrokenBackward(Exception):
+    pass
+
+
+def _fail_in_backward(*_: Any) -> None:
+    raise _BrokenBackward
+
+
+@with_both_apis
+@ranks(4)
+def test_an_exception_in_backward_finds_second_shards_that_are_being_gathered(api: str) -> None:
+    each = step_alone(build(5), 4)
+    model = shard(api, build(5), TWO)
+    loss_of(model).backward()
+
+    for position in range(5):
+        blocks = [module for module in model.modules() if isinstance(module, Block)]
+        # The next unit of the backward is on its way.
+        hook = blocks[position].norm.register_full_backward_hook(_fail_in_backward)
+        with pytest.raises(_BrokenBackward):
+            loss_of(model).backward()
+        hook.remove()
+    model.zero_grad()
+    loss_of(model).backward()
+
     for name, gradient in gradients_of(model).items():
         assert gradient is not None
         mean = torch.stack([of_rank[name] for of_rank in each]).mean(0)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from ..engine.comm.collectives import Group
+from ..engine.encoding.encodings import Encoding
 from ..engine.grads import gradients as flow
 from ..engine.grads.reduction import Reduction
 from ..engine.runtime.autograd import in_backward
@@ -22,6 +23,8 @@ from ..engine.runtime.unit import State, Unit
 from ..engine.runtime.untraced import untraced
 from .recorder import Collective, Recorder
 from .records import What
+
+Answer = TypeVar("Answer")
 
 
 def attachments(recorder: Recorder) -> Iterator[tuple[Any, Any]]:
@@ -231,40 +234,53 @@ class TracedGroup(Group):
         self, output: torch.Tensor, full: torch.Tensor, unit: str, mean: bool = False
     ) -> Callable[[], None]:
         start = functools.partial(super().start_reduce_scatter, output, full, unit, mean)
-        return self._reduce(start, full, output)
+        return self._reduce(start, full.nbytes, full, output)
+
+    def start_encoded_reduce(
+        self,
+        output: torch.Tensor,
+        full: torch.Tensor,
+        present: torch.Tensor,
+        encoding: Encoding,
+        unit: str,
+    ) -> Callable[[], torch.Tensor]:
+        sent = output, full, present, encoding, unit
+        start = functools.partial(super().start_encoded_reduce, *sent)
+        return self._reduce(start, self.size * encoding.nbytes(output.numel()), full, output)
 
     def start_all_reduce(
         self, tensor: torch.Tensor, unit: str, verb: str = "all-reduce", mean: bool = False
     ) -> Callable[[], None]:
         start = functools.partial(super().start_all_reduce, tensor, unit, verb, mean)
-        return self._reduce(start, tensor)
+        return self._reduce(start, tensor.nbytes, tensor)
 
     def _reduce(
-        self, start: Callable[[], Callable[[], None]], *tensors: torch.Tensor
-    ) -> Callable[[], None]:
+        self, start: Callable[[], Callable[[], Answer]], nbytes: int, *tensors: torch.Tensor
+    ) -> Callable[[], Answer]:
         recorder = self._issuing
         if recorder is None or recorder.issuing is None or self.size == 1:
             return start()
         unit, begun = recorder.issuing[1], recorder.begin()
         finish = start()
-        collective = recorder.issue(_works_in(finish), begun, tensors[0].nbytes, tensors)
+        collective = recorder.issue(_works_in(finish), begun, nbytes, tensors)
         return functools.partial(_finish_reduce, recorder, unit, collective, finish)
 
 
 def _finish_reduce(
-    recorder: Recorder, unit: Unit, collective: Collective, finish: Callable[[], None]
-) -> None:
+    recorder: Recorder, unit: Unit, collective: Collective, finish: Callable[[], Answer]
+) -> Answer:
     started = recorder.mark()
-    finish()
+    answer = finish()
     recorder.add_work(unit, started, What.WAIT_REDUCE)
     collective.was_awaited(recorder.mark())
+    return answer
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum([tensor.nbytes for tensor in tensors])
 
 
-def _works_in(finish: Callable[[], None]) -> list[Any]:
+def _works_in(finish: Callable[[], object]) -> list[Any]:
     """The collectives that a call of ``finish`` would wait for, as far as it shows them."""
     arguments = getattr(finish, "args", ())
     return [each for each in arguments if hasattr(each, "wait") or hasattr(each, "work")]

@@ -194,8 +194,7 @@ class AcrossHosts:
         present: torch.Tensor,
     ) -> torch.Tensor:
         self._wait(pending)
-        output.copy_(own)
-        return parts.add(received, output, present)
+        return parts.add(received, own, output, present)
 
     # -- the rest -------------------------------------------------------------------------------
 

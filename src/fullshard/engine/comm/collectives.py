@@ -270,8 +270,7 @@ class Group(BetweenSteps):
         present: torch.Tensor,
     ) -> torch.Tensor:
         self.wait(work)
-        output.copy_(rows[self.rank])
-        return parts.add(received, output, present)
+        return parts.add(received, rows[self.rank], output, present)
 
     def all_reduce(
         self, tensor: torch.Tensor, unit: str, verb: str = "all-reduce", mean: bool = False

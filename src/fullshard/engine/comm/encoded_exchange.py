@@ -32,9 +32,18 @@ class EncodedParts:
             self._flags_of(messages).copy_(self._present)
 
     def add(
-        self, messages: torch.Tensor, total: torch.Tensor, present: torch.Tensor
+        self,
+        messages: torch.Tensor,
+        own: torch.Tensor,
+        total: torch.Tensor,
+        present: torch.Tensor,
     ) -> torch.Tensor:
-        """Add what ``messages`` bring to ``total``; returns what is present in any, or before."""
+        """Write the sum of ``own`` and of what ``messages`` bring to ``total``.
+
+        Returns what is present in any message, or before. No element is negative zero, which would
+        stand for an absent gradient.
+        """
+        torch.add(own, 0.0, out=total)
         self._encoding.add(messages[:, : self._nbytes], total)
         return torch.maximum(self._flags_of(messages).amax(0), present)
 

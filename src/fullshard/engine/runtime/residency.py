@@ -256,7 +256,6 @@ class UnshardedUnits:
         ``pins`` selects the units whose full parameters a following backward will read.
         """
         self.in_backward = False
-        self.drop_parts()
         for unit in self.all():
             state, residency = self.states[unit], self.residencies[unit]
             state.end_backward()
@@ -268,6 +267,7 @@ class UnshardedUnits:
                 unit.show_sharded()
             elif residency.reason is not Reason.KEPT:
                 self.reshard(unit)
+        self.drop_parts()
         self._kept_versions = self._versions() if self._unsharded else {}
 
     def _versions(self) -> dict[Unit, list[int]]:

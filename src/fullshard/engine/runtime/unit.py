@@ -205,10 +205,15 @@ class Unit(UnitBase):
 
     def drop_parts(self) -> None:
         """Forget what a forward has left to a few ranks: parameters may have changed since."""
-        if self.parts is not None and self.parts.held:
-            if self.joining is not None:
-                self.joining.tell("drop parts", self)
-            self.parts.drop()
+        if self.parts is None or not self.parts.held:
+            return
+        if self.state is State.UNSHARDING and not self.streams.capture_is_lost:
+            # An all-gather is reading them; they go when it has ended.
+            self.finish_unshard()
+            return
+        if self.joining is not None:
+            self.joining.tell("drop parts", self)
+        self.parts.drop()
 
     # -- agreeing with other ranks --------------------------------------------------------------
 
