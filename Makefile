@@ -38,6 +38,7 @@ lint: $(STAMP)
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "To read and search it: $(BIN)/python -m http.server --directory site, then http://localhost:8000"
 
 # Only who builds the site needs what builds it.
 $(VENV)/.docs: $(STAMP)

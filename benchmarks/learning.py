@@ -71,7 +71,7 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
     apart = [(max(each) - min(each)) / 2 for each in by_step]
     right.fill_between(steps, [-a for a in apart], apart, alpha=0.12, color="grey", label="seeds")
     left.set(xlabel="step", ylabel="loss", title="mean and range of the seeds")
-    right.set(xlabel="step", ylabel="loss less that in full precision", title="for each seed")
+    right.set(xlabel="step", ylabel="difference to full precision", title="for each seed")
     left.legend()
     right.legend(loc="lower left")
     figure.tight_layout()

@@ -46,11 +46,16 @@ def in_words(case: str) -> str:
     return f"{size[:-1]} {size[-1]} parameters, {count}"
 
 
+def three_digits(value: float) -> str:
+    """A number with three digits, zeros included, and no more than two behind the point."""
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
 def bars(axes: Any, values: dict[str, float | None], title: str, label: str) -> None:
     """One bar per row, with its number; rows without one are left out. The legend has names."""
     known = {row: value for row, value in values.items() if value is not None}
     drawn = axes.bar(range(len(known)), list(known.values()), color=[COLORS[row] for row in known])
-    axes.bar_label(drawn, fmt="{:.3g}", padding=2)
+    axes.bar_label(drawn, fmt=three_digits, padding=2)
     axes.set_title(title, fontsize="medium")
     axes.set_ylabel(label)
     axes.set_xticks([])
@@ -78,7 +83,7 @@ def draw_step(results: dict[str, Any]) -> Figure:
         rows = case["rows"]
         title = in_words(case["case"])
         bars(axes[0], {r: v["step ms"] for r, v in rows.items()}, title, "ms per step")
-        bars(axes[1], {r: v["allocated GiB"] for r, v in rows.items()}, "", "GiB at most")
+        bars(axes[1], {r: v["allocated GiB"] for r, v in rows.items()}, "", "peak memory, GiB")
     legend_of(figure, rows_in(cases))
     return figure
 
@@ -93,7 +98,7 @@ def draw_cpu(results: dict[str, Any]) -> Figure:
         bars(
             axes[0], {r: v.get("x bare") for r, v in rows.items()}, title, "time of a step, x bare"
         )
-        bars(axes[1], {r: v["peak MiB"] for r, v in rows.items()}, "", "MiB per rank, at most")
+        bars(axes[1], {r: v["peak MiB"] for r, v in rows.items()}, "", "peak MiB per rank")
     legend_of(figure, rows_in(runs))
     return figure
 
@@ -145,6 +150,7 @@ def draw_growth(results: dict[str, Any]) -> Figure:
         axes.set(xscale="log", yscale="log", xlabel=SWEEPS[sweep["sweep"]])
         axes.set_xticks(sweep["sizes"], [f"{size:,}" for size in sweep["sizes"]], minor=False)
         axes.set_xticks([], minor=True)
+        axes.yaxis.set_major_formatter("{x:,g}")
         axes.spines[["top", "right"]].set_visible(False)
     grid[0][0].set_ylabel("ms")
     handles, labels = grid[0][0].get_legend_handles_labels()
@@ -184,7 +190,7 @@ def draw_ladder(results: dict[str, Any]) -> Figure:
     for axes, (column, label) in zip((speed, memory), columns, strict=True):
         values = [results["rows"][name][column] for name in names]
         drawn = axes.barh(names, values, color=COLORS["fullshard"])
-        axes.bar_label(drawn, fmt="{:.3g}", padding=2)
+        axes.bar_label(drawn, fmt=three_digits, padding=2)
         axes.set_xlabel(label)
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.12)

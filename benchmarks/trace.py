@@ -131,7 +131,7 @@ def _traced(
     peak = peak_of(own)
     return trace, {
         "cost": statistics.median(ratios),
-        "quartiles": statistics.quantiles(ratios, n=4),
+        "quartiles": statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios,
         "accounted for": accounted_for(own),
         "of the peak": peak.total / measured.peak if peak and measured.peak else None,
         "of the profiler's": _beside_profiler(training, own, given.steps, device),

@@ -69,7 +69,7 @@ def _rank(canvas: Canvas, rank: int) -> None:
         seen = 'style="opacity: 1"' if unit == 1 else ""
         canvas.rect(own, top, width / RANKS, height, "shard")
         canvas.rect(other, top, width / RANKS, height, f"rest unit{unit}", seen)
-        canvas.rect(left, top, width, height, "frame", 'rx="4"')
+        canvas.rect(left, top, width, height, "frame")
         if rank == 0:
             canvas.text(left + width / 2, top - 14, f"unit {unit + 1}", anchor="middle")
 

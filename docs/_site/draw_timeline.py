@@ -89,8 +89,10 @@ def _memory(canvas: Canvas, unsharded: list[tuple[float, float]], end: float) ->
     canvas.text(16, base - 28, "unsharded", "small")
     canvas.text(16, base - 12, "units", "small")
     moments = sorted({0.0, end, *(at for span in unsharded for at in span)})
-    for begin, until in itertools.pairwise(moments):
-        count = sum(start <= begin < stop for start, stop in unsharded)
+    counts = [(at, sum(start <= at < stop for start, stop in unsharded)) for at in moments]
+    # Neighbours of the same height are one rectangle.
+    levels = [next(group) for _, group in itertools.groupby(counts, key=lambda level: level[1])]
+    for (begin, count), (until, _) in itertools.pairwise([*levels, (end, 0)]):
         x, width = LEFT + begin * SCALE, (until - begin) * SCALE
         if count:
             canvas.rect(x, base - count * height, width, count * height, "rest")

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from fullshard.cli.planner.fit import (
     Question,
     best_that_fit,
     between,
+    candidates_of,
     rates_of,
 )
 from fullshard.cli.planner.machine import MACHINES, Machine, machine_named, rate_of
@@ -179,6 +181,22 @@ def test_a_slower_network_never_makes_a_step_faster() -> None:
     assert seconds[-1] > 7 / 8 * 1.34e9 * (2 + 2 + 4) / 5e9 * 0.9
 
 
+def test_a_host_that_is_slower_than_its_device_stretches_what_units_compute() -> None:
+    """In a step that ran, a unit lasts until its last kernel, however late that was launched."""
+    quick = dataclasses.replace(H200, per_operation=0.0, per_unit=0.0, network=math.inf, latency=0)
+    slow = dataclasses.replace(quick, per_operation=1e-3)
+
+    device_bound, host_bound = foretold("184M", 8, quick), foretold("184M", 8, slow)
+
+    (step,) = host_bound.steps
+    assert step.seconds > 5 * device_bound.steps[0].seconds
+    shares = Counter[What]()
+    for segment in segments(host_bound.records, step):
+        shares[segment.what] += segment.seconds / step.seconds
+    assert shares[What.FORWARD] + shares[What.BACKWARD] > 0.95
+    assert shares[What.OUTSIDE] < 0.02
+
+
 # -- the fastest that fits ----------------------------------------------------------------------
 
 
@@ -193,6 +211,30 @@ def question(usable: int, **given: Any) -> Question:
         MACHINES["a100"],
         usable,
     )
+
+
+@pytest.mark.parametrize(
+    ("asked", "kinds"),
+    [
+        # Offload to the host is none on a host.
+        ({"device": torch.device("cpu")}, {("full_shard", False), ("shard_grad_op", False)}),
+        # One rank shards nothing.
+        ({"ranks": 1}, {("full_shard", False), ("full_shard", True)}),
+    ],
+)
+def test_combinations_that_are_the_same_are_tried_once(
+    asked: dict[str, Any], kinds: set[tuple[str, bool]]
+) -> None:
+    tried = [*candidates_of(dataclasses.replace(question(2**40, batch=8), **asked))]
+
+    assert {(each.options.strategy, each.options.offload) for each in tried} == kinds
+    wrapped = [(o.strategy, o.offload, o.wrap, o.checkpoint_activations) for o in options_of(tried)]
+    assert len(set(wrapped)) == len(wrapped)
+    assert not any(o.wrap == "none" and o.checkpoint_activations for o in options_of(tried))
+
+
+def options_of(candidates: list[Candidate]) -> list[Options]:
+    return [each.options for each in candidates]
 
 
 def test_what_is_found_fits_and_is_faster_than_what_was_passed_over() -> None:
@@ -283,6 +325,18 @@ def test_plan_says_that_nothing_fits() -> None:
 
     assert done.returncode == 3
     assert "No combination fits 100MiB on 2 ranks" in done.stdout
+    assert "a single unit is larger" in done.stdout
+
+
+def test_plan_says_what_comes_closest() -> None:
+    done = plan("--model", "tiny", "--ranks", "2", "--fit", "4MiB", "--device", "cuda")
+
+    assert done.returncode == 3
+    least = re.search(
+        r"the least is ([\d.]+) MiB \(.*, 1 sequence per rank and pass\)", done.stdout
+    )
+    assert least is not None
+    assert 0.9 * 4 < float(least[1]) < 40
 
 
 def test_the_fastest_of_a_model_of_70_billion_is_found_in_30_seconds_of_one_core() -> None:

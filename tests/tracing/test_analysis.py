@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -286,3 +287,26 @@ def test_perfetto_gets_a_process_for_each_rank_and_a_lane_for_each_kind() -> Non
     compute = [e for e in events if e["ph"] == "X" and e["tid"] == 0]
     assert sum(e["dur"] for e in compute) == pytest.approx(100_000)
     assert [e["args"]["parameter shards"] for e in events if e["ph"] == "C"] == [4, 4]
+
+
+def test_in_perfetto_an_arrow_leads_from_each_all_gather_to_its_wait() -> None:
+    events = as_chrome(trace_data(rank_trace(gathers(lead=5)), rank_trace(gathers(5), 1)))
+
+    arrows = [e for e in events["traceEvents"] if e["ph"] in "sf"]
+    spans = [e for e in events["traceEvents"] if e["ph"] == "X"]
+    assert {(e["pid"], e["ph"]) for e in arrows} == {(0, "s"), (0, "f"), (1, "s"), (1, "f")}
+
+    def lies_on(arrow: dict[str, Any]) -> str:
+        (on,) = [
+            e
+            for e in spans
+            if (e["pid"], e["tid"]) == (arrow["pid"], arrow["tid"])
+            and e["ts"] <= arrow["ts"] < e["ts"] + e["dur"]
+        ]
+        return str(on["name"])
+
+    for begin, end in zip(arrows[::2], arrows[1::2], strict=True):
+        assert begin["id"] == end["id"]
+        assert begin["ts"] <= end["ts"]
+        assert lies_on(end) == f"wait for all-gather {lies_on(begin)}"
+    assert len({e["id"] for e in arrows}) == len(arrows) / 2

@@ -70,6 +70,48 @@ def test_a_program_of_torchs_fsdp_is_traced_unchanged(tmp_path: Path) -> None:
     assert len(shown["units"]) == 3
 
 
+IN_PLACE = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+other = nn.Linear(2, 2)
+others = torch.optim.SGD(other.parameters(), lr=0.1)
+for _ in range(8):
+    for _ in range(3):
+        model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    other(torch.ones(2)).sum().backward()
+    others.step()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_program_of_torchs_fsdp2_that_accumulates_is_traced_unchanged(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(IN_PLACE)
+
+    done = fullshard_command(
+        tmp_path, "run", "--ranks", "2", "--trace", "out/trace.html", "--trace-steps", "2",
+        "train.py",
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    shown = shown_on(tmp_path / "out/trace.html")
+    for rank in shown["ranks"]:
+        kinds = [shown["kinds"][kind] for kind, *_ in rank["compute"]]
+        assert len(rank["steps"]) == 2
+        assert kinds.count("optimizer") == 2
+        assert min(moment[2] for moment in rank["memory"]) > 0  # AdamW's state is there
+
+
 def test_a_program_that_ends_too_early_is_told_why_there_is_no_trace(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM.replace("STEPS", "5"))
 

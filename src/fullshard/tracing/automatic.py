@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..engine.runtime.capturing import watching
 from ..engine.runtime.forward import Schedule
 from ..engine.runtime.unit import Unit
-from .own_optimizers import has_parameters_of
+from .own_optimizers import has_parameters_of, watch_steps
 from .trace import Trace
 
 #: Where to write the trace, and how many steps of it: set for ranks by the launcher.
@@ -38,7 +37,7 @@ class Automatic:
     def install(self) -> None:
         """Begin to watch passes and optimizers."""
         watching.append(self)
-        self._hook = register_optimizer_step_post_hook(self._note_step)
+        self._stop_watching = watch_steps(_nothing, self._note_step)
         atexit.register(self._end)
 
     def note_pass(self, schedule: Schedule) -> None:
@@ -47,15 +46,16 @@ class Automatic:
             self._schedule = schedule
             watching.remove(self)
 
-    def _note_step(self, optimizer: Any, *_: Any) -> None:
+    def _note_step(self, optimizer: Any) -> None:
         if self._schedule is None or not has_parameters_of(optimizer, self._schedule.units):
             return
         self._count += 1
         if self._count == _STEPS_BEFORE:
-            self._hook.remove()
             trace = Trace(self._units, [optimizer], [self._path], self._steps)
             trace.start()
             self._trace = trace
+            # After the trace has begun to watch: hooks of torch's cannot be removed by a hook.
+            self._stop_watching()
 
     def _end(self) -> None:
         """The program ends: without a trace, if it did not train for long enough."""
@@ -70,6 +70,10 @@ class Automatic:
     def _units(self) -> list[tuple[Unit, Schedule | None]]:
         assert self._schedule is not None
         return [(unit, self._schedule) for unit in self._schedule.units]
+
+
+def _nothing(_: Any) -> None:
+    """Steps count when they have ended."""
 
 
 def install() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .analysis import segments_by_step
+from .analysis import awaited_gathers, segments_by_step
 from .records import CAUSES, COLLECTIVES, RankTrace, TraceData, What
 
 _LANES = {"compute": 0, What.ALL_GATHER: 1, What.REDUCE_SCATTER: 2}
@@ -36,6 +36,7 @@ def _events(trace: RankTrace) -> Iterator[dict[str, Any]]:
             facts = {"bytes": record.nbytes, "issued (ms)": round(1e3 * record.issued, 3)}
             lane = _LANES[record.what]
             yield _span(record.unit, record.what, rank, lane, record.started, record.seconds, facts)
+    yield from _arrows(trace)
     for moment in trace.memory:
         sizes = {name: getattr(moment, cause) or 0 for cause, name in CAUSES.items()}
         yield {
@@ -45,6 +46,21 @@ def _events(trace: RankTrace) -> Iterator[dict[str, Any]]:
             "ts": _MICROSECONDS * moment.at,
             "args": sizes,
         }
+
+
+def _arrows(trace: RankTrace) -> Iterator[dict[str, Any]]:
+    """From each all-gather to the wait for it."""
+    for number, (wait, gather) in enumerate(awaited_gathers(trace)):
+        if gather.started > wait.started:
+            continue
+        of_both = {"name": "awaited", "cat": "wait", "id": f"{trace.rank}-{number}"}
+        for phase, lane, at in (
+            ("s", _LANES[What.ALL_GATHER], gather.started),
+            ("f", _LANES["compute"], wait.started),
+        ):
+            end = {"bp": "e"} if phase == "f" else {}
+            place = {"ph": phase, "pid": trace.rank, "tid": lane, "ts": _MICROSECONDS * at}
+            yield {**of_both, **place, **end}
 
 
 def _named(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:

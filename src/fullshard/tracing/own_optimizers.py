@@ -1,15 +1,56 @@
-"""Which optimizers step the traced model, among all whose steps torch tells of."""
+"""Tells of optimizers' steps, and which of the optimizers step the traced model.
+
+Note: watching begins and ends between steps
+    torch calls its hooks in a loop over a dict, so a hook may neither add nor remove one. But a
+    trace may begin when a step of an optimizer ends. So one pair of hooks of torch's stands for all
+    watchers, as long as there are any, and a watcher may add another one in its place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ..engine.runtime.unit import Unit
 
 Begun = tuple[int, Any]
+Told = Callable[[Any], object]
+
+#: What is called when a step begins, and when it has ended.
+_watchers: list[tuple[Told, Told]] = []
+_handles: list[Any] = []
+
+
+def watch_steps(begins: Told, ended: Told) -> Callable[[], None]:
+    """Have both called with every optimizer that steps; returns what ends that."""
+    watcher = (begins, ended)
+    if not _watchers:
+        _handles.append(register_optimizer_step_pre_hook(_tell_begin))
+        _handles.append(register_optimizer_step_post_hook(_tell_end))
+    _watchers.append(watcher)
+
+    def stop() -> None:
+        _watchers.remove(watcher)
+        while _handles and not _watchers:
+            _handles.pop().remove()
+
+    return stop
+
+
+def _tell_begin(optimizer: Any, *_: Any) -> None:
+    for begins, _ended in tuple(_watchers):
+        begins(optimizer)
+
+
+def _tell_end(optimizer: Any, *_: Any) -> None:
+    for _begins, ended in tuple(_watchers):
+        ended(optimizer)
 
 
 class OwnOptimizers:

@@ -125,7 +125,7 @@ def _cards(data: TraceData, trace: RankTrace) -> list[dict[str, str]]:
         by_kind.get(what, 0.0) for what in (What.FORWARD, What.BACKWARD, What.RECOMPUTE)
     )
     waits = by_kind.get(What.WAIT_ALL_GATHER, 0.0) + by_kind.get(What.WAIT_REDUCE, 0.0)
-    kind = "foretold" if data.is_foretold else f"median of {len(trace.steps)}"
+    kind = "predicted" if data.is_foretold else f"median of {len(trace.steps)}"
     cards = [
         {"name": "step", "value": duration_text(step_seconds(trace)), "note": kind},
         {

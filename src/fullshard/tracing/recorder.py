@@ -23,17 +23,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from ..engine.runtime.forward import Schedule
 from ..engine.runtime.unit import Unit
 from ..state.model.units import steps_of
 from .clocks import Clock, Mark, clock_for
 from .meter import Meter
-from .own_optimizers import OwnOptimizers
+from .own_optimizers import OwnOptimizers, watch_steps
 from .records import RankTrace, Record, Step, UnitFacts, What
 
 
@@ -112,7 +108,7 @@ class Recorder:
         self._has_backward = False
         self._optimizers = OwnOptimizers(self.units)
         self._attached: list[Any] = []
-        self._optimizer_hooks: list[Any] = []
+        self._stop_watching: Callable[[], None] | None = None
         #: Called when a step has ended and the next one is about to begin.
         self._on_step: Callable[[], object] = _nothing
 
@@ -145,19 +141,16 @@ class Recorder:
                 "__module__": __name__,
             }
             thing.__class__ = type(f"Traced{own.__name__}", (extension, own), facts)
-        self._optimizer_hooks = [
-            register_optimizer_step_pre_hook(self._optimizer_begins),
-            register_optimizer_step_post_hook(self._optimizer_ended),
-        ]
+        self._stop_watching = watch_steps(self._optimizer_begins, self._optimizer_ended)
         at = self.mark()
         self._bounds.append(at)
         self.meter.sample(at)
 
     def detach(self) -> None:
         """Record no longer; everything is what it was."""
-        for hook in self._optimizer_hooks:
-            hook.remove()
-        self._optimizer_hooks = []
+        if self._stop_watching is not None:
+            self._stop_watching()
+            self._stop_watching = None
         while self._attached:
             thing = self._attached.pop()
             traced: Any = type(thing)
@@ -276,7 +269,7 @@ class Recorder:
         """How many steps have ended."""
         return len(self._bounds) - 1
 
-    def _optimizer_begins(self, optimizer: Any, *_: Any) -> None:
+    def _optimizer_begins(self, optimizer: Any) -> None:
         if not self._optimizers.has(optimizer):
             return
         if not self.meter.knows_optimizer:
@@ -286,7 +279,7 @@ class Recorder:
             self.meter.note_standing_optimizer(optimizer)
         self._optimizers.begin(optimizer, self.begin())
 
-    def _optimizer_ended(self, optimizer: Any, *_: Any) -> None:
+    def _optimizer_ended(self, optimizer: Any) -> None:
         begun = self._optimizers.end(optimizer)
         if begun is None:
             return

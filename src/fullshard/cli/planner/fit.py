@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from .own_model import repeated_class
 from .prediction import Rehearsal, Subject, assemble, describe_units, record_moments
 from .step_time import Rates, simulate
 
-__all__ = ["Candidate", "Question", "best_that_fit", "rates_of", "time_of"]
+__all__ = ["Candidate", "Question", "best_that_fit", "candidates_of", "rates_of", "time_of"]
 
 #: Sequences of a rank that are tried, if the batch is not given.
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -70,14 +70,17 @@ class Candidate:
         return self.options.batch / self.seconds
 
 
-def best_that_fit(question: Question) -> list[Candidate]:
+def best_that_fit(
+    question: Question, candidates: Iterable[Candidate] | None = None
+) -> list[Candidate]:
     """All combinations that fit, the one with most sequences per second first."""
-    found = [
-        candidate for candidate in _candidates(question) if candidate.memory <= question.usable
-    ]
+    if candidates is None:
+        candidates = candidates_of(question)
+    found = [candidate for candidate in candidates if candidate.memory <= question.usable]
     exact: set[Options] = set()
     while found:
-        found.sort(key=lambda candidate: -candidate.sequences_per_second)
+        # Of equally fast ones, that which takes least memory.
+        found.sort(key=lambda each: (-round(each.sequences_per_second, 6), each.memory))
         best = found[0].options
         if best in exact:
             return found
@@ -88,17 +91,15 @@ def best_that_fit(question: Question) -> list[Candidate]:
     return []
 
 
-def _candidates(question: Question) -> Iterator[Candidate]:
-    checkpointing = _choices(question, "checkpoint_activations", (False, True))
-    for wrap, checkpoints in itertools.product(_wraps(question), checkpointing):
+def candidates_of(question: Question) -> Iterator[Candidate]:
+    """All combinations, but those of which a single unit does not fit."""
+    for wrap, checkpoints in _ways_to_compute(question):
         base = dataclasses.replace(question.options, wrap=wrap, checkpoint_activations=checkpoints)
         model = question.make_subject().model
         if not _has_room_for_a_unit(question, base, model):
             continue
         passes = {sequences: _pass(question, base, sequences, model) for sequences in _REHEARSED}
-        strategies = _choices(question, "strategy", ("full_shard", "shard_grad_op"))
-        offload = _choices(question, "offload", (False, True))
-        for strategy, offloads in itertools.product(strategies, offload):
+        for strategy, offloads in _ways_to_shard(question):
             kept = dataclasses.replace(base, strategy=strategy, offload=offloads)
             one = passes[_REHEARSED[0]]
             description = describe_units(one.model, kept, question.ranks, question.layout)
@@ -195,6 +196,23 @@ def between(first: Sequence[Moment], second: Sequence[Moment], part: float) -> l
         )
         for a, b in zip(first, second, strict=True)
     ]
+
+
+def _ways_to_compute(question: Question) -> Iterator[tuple[str, bool]]:
+    """What to wrap, and whether activations are checkpointed, which needs units to recompute."""
+    for wrap in _wraps(question):
+        values = (False,) if wrap == "none" else (False, True)
+        for checkpoints in _choices(question, "checkpoint_activations", values):
+            yield wrap, checkpoints
+
+
+def _ways_to_shard(question: Question) -> Iterator[tuple[str, bool]]:
+    """Strategies, and whether to offload, where that makes a difference."""
+    strategies = ("full_shard", "shard_grad_op") if question.ranks > 1 else ("full_shard",)
+    offload = (False,) if question.device.type == "cpu" else (False, True)
+    return itertools.product(
+        _choices(question, "strategy", strategies), _choices(question, "offload", offload)
+    )
 
 
 def _choices(question: Question, name: str, values: Sequence[Any]) -> Sequence[Any]:

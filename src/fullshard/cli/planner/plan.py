@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,20 @@ from ..options import COMMAND_LINE, Options, build_options
 from ..problems import BadInput
 from ..words import counted
 from .device_memory import bytes_of_device
-from .fit import Candidate, Question, best_that_fit
+from .fit import Question, best_that_fit, candidates_of
 from .machine import Machine
 from .memory import Prediction, predict
 from .own_model import own_subject, repeated_class, step_errors_as_bad_input
 from .prediction import gpt_subject, rehearse
-from .timing import Timing, fit_table, fit_text, foretold_trace, machine_for, time_text
+from .timing import (
+    Timing,
+    fit_table,
+    fit_text,
+    foretold_trace,
+    machine_for,
+    nothing_fits_text,
+    time_text,
+)
 
 __all__ = ["DOES_NOT_FIT", "plan"]
 
@@ -51,7 +59,8 @@ def plan(
     if timing.fit is not None and device_memory is not None:
         raise BadInput("--fit is a device's memory already; leave --device-memory out")
     device_memory = timing.fit if timing.fit is not None else device_memory
-    limit = bytes_of_device(device_memory) if device_memory is not None else None
+    asked = "device-memory" if timing.fit is None else "fit"
+    limit = None if device_memory is None else bytes_of_device(device_memory, asked)
     if timing.picture is not None and timing.picture.suffix not in (".html", ".json", ".png"):
         raise BadInput(f"--picture expects .html, .json or .png, but got {str(timing.picture)!r}")
     model = values.get("model", "")
@@ -82,10 +91,13 @@ def plan(
             question = Question(
                 make_subject, options, values, ranks, device, machine, usable, layout
             )
-            found = best_that_fit(question)
-            _print_fit(console, question, found, timing.fit)
+            candidates = [*candidates_of(question)]
+            found = best_that_fit(question, candidates)
             if not found:
+                console.print(nothing_fits_text(question, candidates, timing.fit))
                 return DOES_NOT_FIT
+            console.print(fit_text(question, found[0], timing.fit))
+            console.print(fit_table(question, found))
             options, subject, chooses_wrap = found[0].options, make_subject(), False
         seconds_of = None if machine is None else machine.seconds_of
         step = rehearse(subject, options, ranks, device, layout, seconds_of)
@@ -101,14 +113,6 @@ def plan(
         return 0
     console.print(_verdict(predicted.total, limit, str(device_memory)))
     return 0 if predicted.total <= limit else DOES_NOT_FIT
-
-
-def _print_fit(
-    console: Console, question: Question, found: Sequence[Candidate], device: str
-) -> None:
-    console.print(fit_text(question, found, device))
-    if found:
-        console.print(fit_table(question, found))
 
 
 def _print_memory(console: Console, predicted: Prediction) -> None:

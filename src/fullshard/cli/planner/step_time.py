@@ -7,7 +7,8 @@ after the other. What comes out is a trace like one that was recorded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fullshard.tracing.records import Memory, RankTrace, Record, Step, What
@@ -17,8 +18,6 @@ from .memory import Event, Facts, Moment, Parts, UnitSizes, Walk
 
 __all__ = ["Rates", "host_seconds", "simulate"]
 
-#: The events of a unit in a pass, over which the host's work for it is spread.
-_EVENTS = 4
 #: What AdamW reads and writes per byte of a float32 parameter: parameter, gradient, two averages.
 _OPTIMIZER_TRAFFIC = 7
 
@@ -43,6 +42,7 @@ def simulate(
     memory: list[Memory] = []
     now = 0.0
     forwards = [moment.unit for moment in moments if moment.event is Event.FORWARD]
+    events = Counter(moment.unit for moment in moments if moment.event is not Event.END)
     for _ in range(rates.passes):
         walk = TimedWalk(
             {unit.path: unit for unit in units},
@@ -54,6 +54,7 @@ def simulate(
             host=now,
             records=records,
             memory=memory,
+            events=events,
         )
         for moment in moments:
             walk.follow(moment)
@@ -105,6 +106,8 @@ class TimedWalk(Walk):
     inside: list[tuple[What, str]] = field(default_factory=list)
     seconds: float = 0.0
     operations: int = 0
+    #: How many events a unit has in a pass, over which the host's work for it is spread.
+    events: Mapping[str, int] = field(default_factory=dict)
 
     def follow(self, moment: Moment) -> None:
         self._compute_until(moment)
@@ -119,7 +122,7 @@ class TimedWalk(Walk):
         end = self.compute + moment.seconds - self.seconds
         given_out = (moment.operations - self.operations) * self.rates.machine.per_operation
         if moment.event is not Event.END:
-            given_out += self.rates.machine.per_unit / _EVENTS
+            given_out += self.rates.machine.per_unit / self.events[moment.unit]
         self.seconds, self.operations = moment.seconds, moment.operations
         if self.facts.policy.runs_ahead:
             self.host += given_out

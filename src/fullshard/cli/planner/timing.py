@@ -17,6 +17,7 @@ from fullshard.tracing.report import duration_text
 from fullshard.wrap.render import size_text
 
 from ..options import Options
+from ..words import counted
 from .fit import Candidate, Question, rates_of
 from .machine import MACHINES, Machine, machine_named
 from .prediction import Rehearsal
@@ -93,28 +94,39 @@ def time_text(data: TraceData, machine: Machine) -> str:
     )
 
 
-def fit_text(question: Question, found: Sequence[Candidate], device: str) -> str:
-    """What is the fastest that fits, in a sentence."""
-    if not found:
-        return (
-            f"No combination fits {device} on {question.ranks} ranks, of which 0.9 is usable: use "
-            "more ranks, shorter sequences, or a smaller model."
-        )
-    best = found[0]
-    tokens = best.sequences_per_second * best.options.sequence
-    each = f"{best.options.batch // question.shares} sequences per rank and pass"
+def nothing_fits_text(question: Question, tried: Sequence[Candidate], device: str) -> str:
+    """That nothing fits, and what comes closest."""
+    ranks = counted(question.ranks, "rank")
+    least = min(tried, key=lambda each: each.memory, default=None)
+    closest = (
+        "a single unit is larger"
+        if least is None
+        else f"the least is {size_text(least.memory)} ({_in_words(question, least)})"
+    )
     return (
-        f"The fastest that fits {device}: {_in_words(best.options)}, {each}: "
-        f"{duration_text(best.seconds)} per step, {tokens:,.0f} tokens/s on {question.ranks} "
-        f"ranks of {question.machine.name}."
+        f"No combination fits {device} on {ranks}, of which 0.9 is usable: {closest}. Use more "
+        "ranks, shorter sequences, or a smaller model."
+    )
+
+
+def fit_text(question: Question, best: Candidate, device: str) -> str:
+    """What is the fastest that fits, in a sentence."""
+    tokens = best.sequences_per_second * best.options.sequence
+    host = f" It takes {size_text(best.host)} of each rank's host." if best.host else ""
+    return (
+        f"The fastest that fits {device}: {_in_words(question, best)}: "
+        f"{duration_text(best.seconds)} per step, {tokens:,.0f} tokens/s on "
+        f"{counted(question.ranks, 'rank')} of {question.machine.name}.{host}"
     )
 
 
 def fit_table(question: Question, found: Sequence[Candidate]) -> Table:
     """The fastest candidates, the best batch of each combination."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("strategy", "with", "units by"):
-        table.add_column(name)
+    # Wide enough for the longest of the words, also in a narrow terminal.
+    table.add_column("strategy", min_width=len("shard_grad_op"))
+    table.add_column("with", min_width=len("checkpointing,"))
+    table.add_column("units", overflow="fold")
     for name in ("seq/rank", "memory", "step", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
     seen: set[tuple[object, ...]] = set()
@@ -127,7 +139,7 @@ def fit_table(question: Question, found: Sequence[Candidate]) -> Table:
         table.add_row(
             options.strategy,
             ", ".join(_extras(options)) or "-",
-            options.wrap,
+            "one" if options.wrap == "none" else options.wrap,
             str(options.batch // question.shares),
             size_text(each.memory),
             duration_text(each.seconds),
@@ -136,8 +148,11 @@ def fit_table(question: Question, found: Sequence[Candidate]) -> Table:
     return table
 
 
-def _in_words(options: Options) -> str:
-    return ", ".join([options.strategy, *_extras(options), f"units by {options.wrap}"])
+def _in_words(question: Question, candidate: Candidate) -> str:
+    options = candidate.options
+    units = "one unit" if options.wrap == "none" else f"units by {options.wrap}"
+    each = counted(options.batch // question.shares, "sequence") + " per rank and pass"
+    return ", ".join([options.strategy, *_extras(options), units, each])
 
 
 def _extras(options: Options) -> list[str]:

@@ -104,7 +104,7 @@ function fillUnits() {
     time("waits to reduce", "exposedReduce", true),
     ["all waits", (row) => row.exposed, waits],
   ], data.table, 8);
-  const who = data.isForetold ? "Foretold for each rank" : `Per step, on rank ${data.ranks[0].rank}`;
+  const who = data.isForetold ? "Predicted for each rank" : `Per step, on rank ${data.ranks[0].rank}`;
   const few = data.table.length > MOST_ROWS ? ` The first ${MOST_ROWS} of ${data.table.length} units are shown.` : "";
   byId("table-hint").textContent = `${who}. Waits are the time for which compute waits for communication; the rest of the communication runs beside compute.${few}`;
 }
@@ -114,9 +114,9 @@ function fillComparison() {
   const text = (value, measure) => value === null ? "–" : measure === "bytes" ? bytesText(value) : secondsText(value);
   fillTable(byId("comparison"), [
     ["", (row) => row[0], (row) => element("td", row[0])],
-    ["foretold", (row) => row[1] ?? 0, (row) => element("td", text(row[1], row[3]))],
+    ["predicted", (row) => row[1] ?? 0, (row) => element("td", text(row[1], row[3]))],
     ["measured", (row) => row[2] ?? 0, (row) => element("td", text(row[2], row[3]))],
-    ["measured / foretold", (row) => row[1] && row[2] !== null ? row[2] / row[1] : 0,
+    ["measured / predicted", (row) => row[1] && row[2] !== null ? row[2] / row[1] : 0,
       (row) => element("td", row[1] && row[2] !== null ? (row[2] / row[1]).toFixed(2) : "–")],
   ], data.comparison, 1);
 }

@@ -279,7 +279,7 @@ const timeline = {
     }
   },
   drawSizes(pen, largest, y) {
-    const unit = 1024 ** Math.floor(Math.log(largest) / Math.log(1024)), rough = largest / unit / 3.2;
+    const unit = 1024 ** Math.floor(Math.log(largest) / Math.log(1024)), rough = largest / unit / 4.5;
     const power = 10 ** Math.floor(Math.log10(rough));
     const every = unit * [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough);
     pen.strokeStyle = colors.ink;
