@@ -119,7 +119,7 @@ def plan(
     api: Annotated[
         str,
         typer.Option(
-            help="What shards the model: wrapper or fully_shard. [wrapper]",
+            help="API that shards the model: wrapper, fully_shard. [wrapper]",
             show_default=False,
             rich_help_panel="Sharding",
         ),

@@ -30,8 +30,10 @@ DEVICES = {
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|(b))", re.ASCII | re.IGNORECASE)
 
 
-def bytes_of_device(text: str) -> int:
+def bytes_of_device(text: str, option: str = "device-memory") -> int:
     """The memory of a device given by its name, or as a size with a unit, such as 80GiB.
+
+    Errors name the ``option`` that ``text`` was given for.
 
     >>> bytes_of_device("24 GiB") == bytes_of_device("l4")
     True
@@ -41,18 +43,18 @@ def bytes_of_device(text: str) -> int:
         return DEVICES[given.lower()]
     if re.fullmatch(r"\d+(\.\d+)?", given, re.ASCII):
         raise BadInput(
-            f"device-memory expects a size with a unit, but got {text!r}; write {given}GiB for "
+            f"{option} expects a size with a unit, but got {text!r}; write {given}GiB for "
             "gibibytes, or another of GiB, GB, MiB, MB"
         )
     found = _SIZE.fullmatch(given)
     if not found:
         raise BadInput(
-            "device-memory expects a size with a unit, such as 80GiB, or one of "
+            f"{option} expects a size with a unit, such as 80GiB, or one of "
             f"{', '.join(DEVICES)}, but got {text!r}"
         )
     number, unit, binary, _ = found.groups()
     power = " kmgt".index((unit or " ").lower())
     size = int(Decimal(number) * (1024 if binary else 1000) ** power)
     if not size:
-        raise BadInput(f"device-memory expects more than 0 bytes, but got {text!r}")
+        raise BadInput(f"{option} expects more than 0 bytes, but got {text!r}")
     return size

@@ -49,9 +49,12 @@ def plan(
     """Print the table, and whether the model fits; returns the exit status, 3 if it does not."""
     layout = _layout(api)
     if timing.fit is not None and device_memory is not None:
-        raise BadInput("--fit is a device's memory already; leave --device-memory out")
+        raise BadInput(
+            "--fit and --device-memory both give a device's memory; leave --device-memory out"
+        )
+    option = "fit" if timing.fit is not None else "device-memory"
     device_memory = timing.fit if timing.fit is not None else device_memory
-    limit = bytes_of_device(device_memory) if device_memory is not None else None
+    limit = bytes_of_device(device_memory, option) if device_memory is not None else None
     if timing.picture is not None and timing.picture.suffix not in (".html", ".json", ".png"):
         raise BadInput(f"--picture expects .html, .json or .png, but got {str(timing.picture)!r}")
     model = values.get("model", "")
