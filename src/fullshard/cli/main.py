@@ -10,7 +10,7 @@ try:
 except ModuleNotFoundError as missing:
     raise SystemExit(
         "The fullshard command needs typer, which is not installed. Install it with "
-        "`pip install 'fullshard[cli]'`, or use `python -m fullshard.cli.launcher.run` in place of "
+        "`pip install 'fullshard[cli]'`, or use `python -m fullshard.cli.launcher.run` instead of "
         "`fullshard run`."
     ) from missing
 

@@ -17,7 +17,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def serve(tensor: torch.Tensor) -> bool:
-    """True if kernels do the work for what is on the device of ``tensor``."""
+    """True if kernels are used for tensors on the device of ``tensor``."""
     return tensor.is_cuda and tensor.dtype in _DTYPES and _compiled() is not None
 
 
@@ -38,7 +38,7 @@ def encode(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, block:
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor, block: int) -> None:
-    """Write the numbers that codes and scales stand for to ``rows``."""
+    """Decode codes and scales into ``rows``."""
     kernels, numel = _compiled(), rows.shape[1]
     kernels.decode[scales.shape[1], rows.shape[0]](
         codes,
@@ -54,7 +54,7 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor, block:
 
 
 def add(codes: torch.Tensor, scales: torch.Tensor, total: torch.Tensor, block: int) -> None:
-    """Add what all rows stand for to ``total``, which is read and written once."""
+    """Decode all rows and add them to ``total``, which is read and written once."""
     kernels = _compiled()
     kernels.add[scales.shape[1],](
         codes,
