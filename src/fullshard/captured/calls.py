@@ -24,12 +24,12 @@ class Action(Enum):
 
 
 class Calls:
-    """Decides by what came before. The same calls in the same order get the same decisions.
+    """Decides by earlier calls. The same calls in the same order get the same decisions.
 
-    A kind of call is captured when it comes after ``warmup`` calls of its kind, so that kinds that
-    hardly ever return (a learning rate that changes in every step, batches that are all of
-    different lengths) are never captured. At most ``limit`` graphs are kept; the least recently
-    used one goes.
+    A kind of call is captured once ``warmup`` calls of that kind have come before, so kinds that
+    hardly ever return (a learning rate that changes in every step, batches that all have different
+    lengths) are never captured. At most ``limit`` graphs are kept; the least recently used one is
+    dropped.
     """
 
     def __init__(self, warmup: int, limit: int) -> None:
@@ -43,7 +43,7 @@ class Calls:
         #: How many calls there were of kinds that have none, least recent first.
         self._counts: OrderedDict[Hashable, int] = OrderedDict()
         self._eager_in_a_row = 0
-        #: After so many calls in a row without a graph, somebody should know.
+        #: After so many calls in a row without a graph, the user is warned.
         self.restless_after = max(RESTLESS_AFTER, 2 * warmup)
 
     @property

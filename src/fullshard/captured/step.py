@@ -45,9 +45,9 @@ def capture(
     graphs: int = 8,
     group: Any = None,
 ) -> CapturedStep[Batch, Result]:
-    """Have ``step(batch)`` run as a CUDA graph, with one launch in place of thousands.
+    """Run ``step(batch)`` as a CUDA graph, with one launch instead of thousands.
 
-    Returns what is called in place of ``step``, and does the same. Every call is one step on its
+    Returns a function that replaces ``step`` and does the same. Each call is one step on its
     own batch: nothing runs on ``example_batch``, which only shows what batches look like. The
     first calls run eagerly. A call of a kind that came ``warmup`` times before (the very first
     call, in which the step's models and optimizers are found, does not count) is captured and then
@@ -122,7 +122,7 @@ class CapturedStep(Generic[Batch, Result]):
             return self._function(batch)
         leaves, structure, spec = flatten(batch)
         check_batch(leaves)
-        # By now the first call has shown what the step uses.
+        # The first call has shown by now which models and optimizers the step uses.
         if self._made == 1 and not self._all_can(self._obstacle()):
             return self._function(batch)
         kind = self._step.kind_of(leaves, structure)
@@ -140,7 +140,7 @@ class CapturedStep(Generic[Batch, Result]):
         return self._run(leaves, spec)
 
     def _run(self, leaves: list[Any], spec: Any) -> Result:
-        """Run the step eagerly, and see what it uses."""
+        """Run the step eagerly, and note which models and optimizers it uses."""
         hook = register_optimizer_step_pre_hook(self._step.note_optimizer)
         try:
             with watch_passes(self._step):
@@ -222,7 +222,7 @@ class CapturedStep(Generic[Batch, Result]):
 
 
 def _device_of(leaves: list[Any]) -> torch.device | None:
-    """Where the step is captured: on the batch's GPU, or on the current one."""
+    """The device on which the step is captured: the batch's GPU, or the current one."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda":
             return leaf.device

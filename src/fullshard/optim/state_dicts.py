@@ -57,7 +57,7 @@ class _Cut:
     dtype: torch.dtype
 
 
-#: For each parameter with state, by its place among those of a process group: its entries.
+#: For each parameter with state, by its index among those of a process group: its entries.
 _Facts = dict[int, dict[str, Any]]
 
 
@@ -114,7 +114,7 @@ def _by_group(rounds: Sequence[Round]) -> Iterator[tuple[Group, list[WholeParame
 
 
 def _spread(group: Group, members: Sequence[WholeParameter], owned: States) -> States:
-    """What this rank has of the state of ``members``, which their owners have in full."""
+    """This rank's pieces of the state of ``members``, which their owners have in full."""
     group.begin_pass("state of whole tensors", ALL_UNITS)
     mine = {i: owned[each] for i, each in enumerate(members) if each in owned}
     cut = _cut_everywhere(group, members, mine)

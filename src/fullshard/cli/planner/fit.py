@@ -36,7 +36,7 @@ _REHEARSED = (1, 4, 16)
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: a model, on so many ranks of a machine, within so many bytes.
+    """The question: which options are fastest for a model, a machine, and a limit of memory.
 
     ``given`` are options that stay as they are.
     """
@@ -127,7 +127,7 @@ class _Pass:
 
 
 def _pass(question: Question, options: Options, sequences: int, model: nn.Module) -> _Pass:
-    """Rehearse a step; ``model`` is one like the subject's that nobody rehearses with."""
+    """Rehearse a step on ``model``, a model like the subject's that is not used otherwise."""
     options = dataclasses.replace(options, batch=sequences * question.shares)
     subject = question.make_subject()
     description = describe_units(subject.model, options, question.ranks, question.layout)
@@ -172,7 +172,7 @@ def time_of(found: Rehearsal, options: Options, machine: Machine, operations: in
 
 
 def rates_of(options: Options, machine: Machine, operations: int, root: str = "") -> Rates:
-    """What the time of a step depends on, beside its moments."""
+    """The inputs of a step's time, in addition to its moments."""
     part = compute_dtype(options).itemsize / torch.float32.itemsize
     return Rates(machine, options.accumulate, part, operations, root)
 
@@ -200,7 +200,7 @@ def between(first: Sequence[Moment], second: Sequence[Moment], part: float) -> l
 
 
 class OperationsCounted:
-    """A machine's estimates of operations, and how many it was asked for."""
+    """A machine that counts how many operations were estimated."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -222,7 +222,7 @@ def _sequences(question: Question) -> Sequence[int]:
 
 
 def _wraps(question: Question) -> list[str]:
-    """Units to try: what is repeated, the parts of it, and the whole model as one."""
+    """Units to try: the repeated modules, parts of these, and the whole model as one unit."""
     if "wrap" in question.given:
         return [question.options.wrap]
     model = question.make_subject().model

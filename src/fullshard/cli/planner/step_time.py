@@ -1,8 +1,8 @@
-"""When a step's all-gathers, compute and reduce-scatters would run: the same walk as for memory.
+"""Simulates the times of a step's all-gathers, compute and reduce-scatters.
 
-``memory.py`` asks the engine's policy what happens at each moment of the rehearsed step. Here each
-of these decisions takes time, on two resources: compute, and a network that carries one collective
-after the other. What comes out is a trace like one that was recorded.
+``memory.py`` asks the engine's policy what happens at each moment of the rehearsed step; this walk
+is the same, but each decision takes time, on two resources: compute, and a network that carries one
+collective after the other. The result is a trace like one that was recorded.
 """
 
 from __future__ import annotations
@@ -85,15 +85,15 @@ class TimedWalk(Walk):
     """A walk through a step that knows what time it is."""
 
     rates: Rates = field(default_factory=lambda: Rates(Machine("", 1, 1, 1, 1)))
-    #: When compute, and the network, have done what they were given.
+    #: The times at which compute, and the network, have done all their work so far.
     compute: float = 0.0
     network: float = 0.0
     records: list[Record] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
-    #: When all-gathers and reduce-scatters on their way end, by unit.
+    #: The times at which all-gathers and reduce-scatters in flight end, by unit.
     gathers: dict[str, float] = field(default_factory=dict)
     reduces: dict[str, float] = field(default_factory=dict)
-    #: When the memory of the unit before the last, and of the last, was free to gather into.
+    #: The times at which the memory of the unit before the last, and of the last, became free.
     freed: list[float] = field(default_factory=lambda: [0.0, 0.0])
     #: The units inside of whose forward or backward compute is.
     inside: list[tuple[What, str]] = field(default_factory=list)
@@ -155,7 +155,7 @@ class TimedWalk(Walk):
 
     def _gather(self, path: str) -> None:
         if path not in self.gathered and self.facts.options.is_sharded:
-            # A device is given it ahead of time, and gathers into what the last unit but one left.
+            # The host issues it ahead of time; it gathers into the memory of the last unit but one.
             ready = self.freed[0] if self.facts.policy.runs_ahead else self.compute
             self.gathers[path] = self._communicate(
                 What.ALL_GATHER, path, self.units[path].full, ready

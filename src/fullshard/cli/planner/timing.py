@@ -1,4 +1,4 @@
-"""What ``fullshard plan`` says about time: a step's, that of candidates, and a page of both."""
+"""The part of ``fullshard plan`` about time: of a step, of candidates, and a page of both."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROWS = 8
 
 @dataclass(frozen=True)
 class Timing:
-    """What was asked for about time: a page, the speed of the machine, the fastest that fits."""
+    """The options about time: a page, the machine's speed, the fastest options that fit."""
 
     picture: Path | None = None
     fit: str | None = None
@@ -87,7 +87,7 @@ def time_text(data: TraceData, machine: Machine) -> str:
 
 
 def fit_text(question: Question, found: Sequence[Candidate], device: str) -> str:
-    """What is the fastest that fits, in a sentence."""
+    """A sentence about the fastest options that fit."""
     if not found:
         return (
             f"No combination fits {device} on {question.ranks} ranks, of which 0.9 is usable: use "

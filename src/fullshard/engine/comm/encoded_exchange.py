@@ -34,7 +34,9 @@ class EncodedParts:
     def add(
         self, messages: torch.Tensor, total: torch.Tensor, present: torch.Tensor
     ) -> torch.Tensor:
-        """Add what ``messages`` bring to ``total``; returns what is present in any, or before."""
+        """Decode ``messages`` and add them to ``total``; returns which parameters are present in
+        any.
+        """
         self._encoding.add(messages[:, : self._nbytes], total)
         return torch.maximum(self._flags_of(messages).amax(0), present)
 

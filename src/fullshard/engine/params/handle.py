@@ -23,7 +23,7 @@ from .conversion import Conversion
 from .encoded_buffers import EncodedFullBuffer
 from .flat_parameter import FlatParameter, HandleReference
 from .flat_part import FlatPart
-from .flattening import check_uniform, cuts, flat_strides, flattened, own_part
+from .flattening import check_uniform, cut_own_shard, cuts, flat_strides, flattened
 from .layout import FlatParamShardMetadata, Layout, Piece, alignment_elements
 from .locations import ParameterLocation, containers_of, find_locations
 from .presentation import Presentation
@@ -120,7 +120,7 @@ class FlatParamHandle(Presentation, WriteBack, Conversion):
         self.pieces = self.layout.pieces(self.rank)
         self._cut_sizes, self._cut_positions = cuts(self.pieces, self.layout.shard_numel)
         if shard:
-            self._replace_originals(own_part(self.params, self.layout, self.pieces))
+            self._replace_originals(cut_own_shard(self.params, self.layout, self.pieces))
         else:
             self._replace_originals(flattened(self.params, self.layout))
         if shard:
