@@ -201,7 +201,11 @@ class UnitState:
         """
         unit = self.unit
         shape = full.shape if distribution is None else distribution.shape
-        if self._is_chunked(config, distribution) and sharded_tensors.has_rows(shape):
+        if (
+            isinstance(config, ShardedStateDictConfig | ShardedOptimStateDictConfig)
+            and sharded_tensors.has_rows(shape)
+            and (distribution is not None or self._saves_chunks(config._use_dtensor))
+        ):
             local = sharded_tensors.chunk(full, unit.shards, config.offload_to_cpu)
             if distribution is not None:
                 return as_joint_dtensor(local, unit, distribution)
@@ -214,18 +218,13 @@ class UnitState:
         device = torch.device("cpu") if config.offload_to_cpu else full.device
         return full.detach().to(device, copy=True)
 
-    def _is_chunked(
-        self, config: StateDictConfig | OptimStateDictConfig, distribution: Distribution | None
-    ) -> bool:
-        """True if each rank saves a chunk of rows.
+    def _saves_chunks(self, use_dtensor: bool) -> bool:
+        """True if each rank saves a chunk of rows in a sharded state dict.
 
         A single rank saves plain tensors, which need no process group to be loaded, unless there
         is a device mesh.
         """
-        if not isinstance(config, ShardedStateDictConfig | ShardedOptimStateDictConfig):
-            return False
-        is_alone = self.unit.world_size == 1 and distribution is None
-        return not is_alone or self.mesh is not None or config._use_dtensor
+        return self.unit.world_size > 1 or self.mesh is not None or use_dtensor
 
     def _mesh_for(self, use_dtensor: bool) -> Any:
         """The mesh that the user gave, or one over the unit's ranks if DTensors are asked for."""
