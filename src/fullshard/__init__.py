@@ -1,7 +1,7 @@
 """fullshard: fully sharded data parallelism for PyTorch.
 
-The names are those of ``torch.distributed.fsdp``; ``fullshard.wrap`` has those of its ``wrap``.
-That of ``fully_shard`` and what belongs to it, too.
+The names are those of ``torch.distributed.fsdp``, including ``fully_shard``; ``fullshard.wrap`` has
+those of ``torch.distributed.fsdp.wrap``.
 """
 
 import importlib

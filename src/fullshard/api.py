@@ -183,14 +183,14 @@ class OptimStateKeyType(Enum):
     PARAM_ID = auto()
 
 
-#: What numbers may be all-gathered in, and reduced in, in place of their own dtype.
+#: The dtypes in which numbers may be all-gathered or reduced instead of their own.
 ALL_GATHER_DTYPES = (torch.int8, torch.float8_e4m3fn)
 REDUCE_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
 class Communication:
-    """What ranks send each other in place of whole numbers, and from where backward gathers.
+    """How ranks send each other less: in fewer bits, and over fewer ranks.
 
     ``all_gather_dtype``
         Parameters are all-gathered in 8 bits, ``torch.int8`` or ``torch.float8_e4m3fn``, with a

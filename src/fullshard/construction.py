@@ -1,4 +1,4 @@
-"""From a module to a unit: checks, deferred initialisation, moving, broadcasting, flattening."""
+"""Makes a unit of a module: checks, deferred initialisation, moving, broadcasting, flattening."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _IS_META = operator.attrgetter("is_meta")
 
 
 class Material(NamedTuple):
-    """The parts that a unit is made of.
+    """The modules and parameters that a unit is made from.
 
-    ``own`` are the submodules outside of nested units, ``modules`` those of them that are not
-    ignored. ``ignored`` parameters are not the unit's; ``left`` are those in nested units that the
-    nested units left to this one, or to one around it.
+    ``own`` are the submodules outside nested units; ``modules`` are those of them that are not
+    ignored. ``ignored`` parameters do not belong to the unit. ``left`` are parameters in nested
+    units that these left to this unit, or to one around it.
     """
 
     module: nn.Module
@@ -51,7 +51,7 @@ class Material(NamedTuple):
 
 
 class Initial(NamedTuple):
-    """Where parameters get their memory and their values from."""
+    """The options that decide where parameters get their memory and initial values."""
 
     device_id: int | str | torch.device | None
     param_init_fn: Callable[[nn.Module], None] | None

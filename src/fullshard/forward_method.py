@@ -19,11 +19,11 @@ class Runs(Protocol):
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let calls of ``module``'s method run with the unit's full parameters in place.
+    """Make calls of ``module``'s method run with the unit's full parameters in place.
 
-    ``module`` is a wrapper, or ``fully_shard`` was applied to it; on any other nothing happens. The
-    method is then a forward of the unit: it can be called through the wrapper or on the wrapped
-    module, with gradients or without.
+    ``module`` is a wrapper, or ``fully_shard`` was applied to it; for other modules nothing
+    happens. The method then counts as a forward of the unit. It can be called through the wrapper
+    or on the wrapped module, with gradients or without.
     """
     in_place: Any = getattr(type(module), "_register_forward_method", None)
     if in_place is not None:
@@ -43,8 +43,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 class ForwardMethod:
     """Calls ``method`` as a forward of the unit that ``runs`` forwards.
 
-    An object, since a copy of the model copies what it refers to: a function would go on to run the
-    original.
+    This is an object because deep copies of a model copy it together with its references; a
+    function would still run the original's method.
     """
 
     def __init__(self, runs: Runs, method: Callable[..., Any]) -> None:

@@ -133,7 +133,7 @@ class FullyShardedDataParallel(
             warn_of_full_precision({"(root)": module}, precision)
             precision, _exempt, lowers = MixedPrecision(), True, False
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
-        # Not one by one: __setattr__ is for what users assign.
+        # Not one by one: __setattr__ handles the user's assignments.
         self.__dict__.update(
             mixed_precision=precision,
             cpu_offload=offload,
@@ -305,7 +305,7 @@ class FullyShardedDataParallel(
         return schedule
 
     def _outermost(self) -> FullyShardedDataParallel:
-        """The wrapper that will be the root, as far as construction has told."""
+        """The wrapper that will be the root, as far as it is known from construction."""
         wrapper = self
         while wrapper._enclosing is not None:
             outer = wrapper._enclosing()
@@ -315,7 +315,7 @@ class FullyShardedDataParallel(
         return wrapper
 
     def register_forward_method(self, method_name: str) -> None:
-        """Let a method of the wrapped module gather parameters as ``forward`` does.
+        """Make a method of the wrapped module unshard parameters as ``forward`` does.
 
         >>> model.register_forward_method("generate")
         """
@@ -369,7 +369,7 @@ class FullyShardedDataParallel(
 
 
 def _show_public_arguments(function: Any) -> None:
-    """Let ``help`` and ``inspect`` tell of the arguments that are users', not of wrapping's own."""
+    """Hide the private arguments of the wrapping code from ``help`` and ``inspect``."""
     signature = inspect.signature(function)
     public = [p for name, p in signature.parameters.items() if not name.startswith("_")]
     function.__signature__ = signature.replace(parameters=public)

@@ -14,7 +14,7 @@ from .state.model.summon import summon_full_params
 
 
 class UnshardHandle:
-    """A gather that :meth:`FullyShardedDataParallel.unshard` started."""
+    """An all-gather that :meth:`FullyShardedDataParallel.unshard` started."""
 
     def __init__(self, schedule: Schedule, *units: Unit) -> None:
         self._schedule = schedule
@@ -58,12 +58,12 @@ class FullParameters(nn.Module):
         )
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this wrapper's own parameters now, ahead of their use, in compute precision.
+        """All-gather this wrapper's own parameters now, ahead of their use, in compute precision.
 
-        Those of nested wrappers stay sharded. The next forward uses what is there and then frees
-        it as the strategy says; :meth:`reshard` frees it before. To be called by all ranks. With
-        ``async_op`` the call returns at once; parameters are full after ``wait()`` of the handle,
-        or in the forward, whichever comes first.
+        Those of nested wrappers stay sharded. The next forward uses the full parameters, and
+        reshards them as the strategy says; :meth:`reshard` does so earlier. All ranks call this.
+        With ``async_op`` the call returns at once; parameters are full after ``wait()`` of the
+        handle, or in the forward, whichever comes first.
 
         >>> handle = model.blocks[0].unshard(async_op=True)
         """
@@ -76,7 +76,7 @@ class FullParameters(nn.Module):
         return None
 
     def reshard(self) -> None:
-        """Give this wrapper's full parameters back; changes made to them since are kept."""
+        """Reshard this wrapper's full parameters; changes that were made to them are kept."""
         if self._schedule is not None:
             self._schedule.reshard(self._unit)
 

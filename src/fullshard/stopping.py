@@ -1,4 +1,4 @@
-"""Leaving a training in order when a scheduler asks for it. Knows nothing of models or shards."""
+"""Lets a training end cleanly when a scheduler requests it. Knows nothing of models or shards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        #: The signal that asked this rank; once ranks have agreed, the same on all of them.
+        #: The signal that this rank received; once ranks have agreed, the same on all of them.
         self.signal: signal.Signals | None = None
         self._asked = 0.0
 
@@ -61,13 +61,14 @@ class StopRequest:
 
     @property
     def exit_status(self) -> int:
-        """128 and the signal's number, such as 143 for SIGTERM; 0 if nobody asked."""
+        """128 plus the signal's number, such as 143 for SIGTERM; 0 if there was no signal."""
         return 128 + self.signal if self.signal is not None else 0
 
     def agreed(self, group: dist.ProcessGroup | None = None) -> bool:
-        """True if any rank was asked to leave. All ranks of ``group`` have to call this.
+        """True if any rank was asked to stop. All ranks of ``group`` have to call this.
 
-        One all-reduce of a number, which waits for the step; without a process group, none.
+        This takes one all-reduce of a number, which waits for the step; without a process group,
+        none.
         """
         if dist.is_available() and dist.is_initialized():
             number = torch.tensor(int(self.signal or 0), device=_device_of(group))
@@ -85,7 +86,7 @@ class StopRequest:
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the collectives of ``group`` take numbers from."""
+    """The device of tensors for the collectives of ``group``."""
     group = group or dist.group.WORLD
     assert group is not None
     if any(device.type == "cpu" for device in group._device_types):

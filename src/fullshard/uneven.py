@@ -264,7 +264,7 @@ class _Joined:
         self._model._leave_join(self)
 
     def abandon(self) -> None:
-        """Leave the context early, and tell the other ranks; does nothing after its regular end."""
+        """Leave the context early, and inform other ranks; does nothing after its regular end."""
         if not self._has_left:
             self.joining.leave_by_exception()
             self.leave()

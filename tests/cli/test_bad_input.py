@@ -238,6 +238,7 @@ def test_several_machines_need_a_place_to_meet(refused) -> None:
 
 def test_plans_that_cannot_be(refused) -> None:
     assert "device-memory expects a size" in refused("plan", "--device-memory", "much")
+    assert "fit expects a size" in refused("plan", "--fit", "h1000")
     assert "No module named 'nowhere'" in refused("plan", "--model", "nowhere:build")
     assert "expects module:function, but got ':build'" in refused("plan", "--model", ":build")
     assert "'sys:path' is not a function but a list" in refused("plan", "--model", "sys:path")

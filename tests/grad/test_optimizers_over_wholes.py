@@ -130,7 +130,7 @@ def test_muon_is_refused_over_shards_and_the_reason_is_told() -> None:
         torch.optim.Muon([p for p in model.parameters() if p.numel()])
     train_step(model, 0)
     with (
-        pytest.warns(UserWarning, match=r"Muon computes with each parameter as a whole.*or fails"),
+        pytest.warns(UserWarning, match=r"Muon computes with each parameter as a whole.*or fail"),
         pytest.raises(ValueError, match="2D"),
     ):
         early.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,3 +120,29 @@ def test_values_that_are_cut_in_another_way_are_refused_by_all_ranks() -> None:
     message = r"expect \(first row, rows\) \[\(0, 1\), .* has \[\(0, 2\), \(2, 1\)\]"
     with pytest.raises(RuntimeError, match=message):
         model.load_state_dict({"weight": value})
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(1)
+def test_one_rank_saves_full_tensors_that_the_bare_model_loads(
+    tmp_path: Path, use_orig_params: bool
+) -> None:
+    bare = build(Net)
+    model = wrapped(copy.deepcopy(bare), FULL_SHARD, "blocks", use_orig_params=use_orig_params)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with kind(model, "sharded"):
+        found = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+        torch.save(found, tmp_path / "state.pt")
+        loaded = torch.load(tmp_path / "state.pt")
+        model.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(
+            FSDP.optim_state_dict_to_load(model, optimizer, loaded["optimizer"])
+        )
+    bare.load_state_dict(loaded["model"])
+    with FSDP.summon_full_params(model):
+        for expected, parameter in zip(bare.parameters(), model.parameters(), strict=True):
+            assert torch.equal(expected, parameter)

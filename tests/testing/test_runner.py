@@ -115,3 +115,13 @@ def test_wrong_paths_end_with_one_line(tmp_path: Path) -> None:
         output = process.finish()
         assert process.process.returncode == 2
         assert output.strip().splitlines()[-1] == expected[path]
+
+
+def test_a_keyword_that_no_test_has_is_named(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("def test_one() -> None:\n    pass\n")
+    process = MarkedProcess(["-m", "fullshard.testing", "test_it.py", "-k", "two"], tmp_path, {})
+
+    output = process.finish()
+    assert process.process.returncode == 2
+    expected = "error: no name of a test contains 'two': pass another -k"
+    assert output.strip().splitlines()[-1] == expected

@@ -25,12 +25,12 @@ class Action(Enum):
 
 
 class Calls:
-    """Decides by what came before. The same calls in the same order get the same decisions.
+    """Decides by earlier calls. The same calls in the same order get the same decisions.
 
-    A kind of call is captured when it comes after ``warmup`` calls of its kind, so that kinds that
-    hardly ever return (a learning rate that changes in every step, batches that are all of
-    different lengths) are never captured. At most ``limit`` graphs are kept; the least recently
-    used one goes.
+    A kind of call is captured once ``warmup`` calls of that kind have come before, so kinds that
+    hardly ever return (a learning rate that changes in every step, batches that all have different
+    lengths) are never captured. At most ``limit`` graphs are kept; the least recently used one is
+    dropped.
     """
 
     def __init__(self, warmup: int, limit: int) -> None:
@@ -50,7 +50,7 @@ class Calls:
         #: True after the one graph with which as many were made again as are kept.
         self.is_crowded = False
         self._eager_in_a_row = 0
-        #: After so many calls in a row without a graph, somebody should know.
+        #: After so many calls in a row without a graph, the user is warned.
         self.restless_after = max(RESTLESS_AFTER, 2 * warmup)
 
     @property

@@ -1,7 +1,7 @@
-"""CUDA graphs of a step, with the memory that they read batches from and leave results in.
+"""CUDA graphs of a step, and the memory of their batches and results.
 
-All graphs of a step share one pool of memory: only one of them runs at a time, and what it leaves
-for later (results, gradients) is held by objects, so that no other graph is given that memory.
+All graphs of a step share one memory pool: only one of them runs at a time, and tensors that
+outlast it (results, gradients) are held by objects, so that no other graph gets their memory.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Recorder:
             _set_gradients(parameters, before)
             self._recover_random_numbers()
             raise
-        # What the capture did to the random numbers' state is ordered before the replay's own.
+        # The capture's changes to the state of random numbers are ordered before the replay's own.
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
         made = StepGraph(graph, static, detached(result), parameters, before)
         # Blocks of eager steps that no eager step will need soon.
@@ -110,7 +110,7 @@ class StepGraph:
         self._parameters = list(parameters)
         self._before = before
         self._after: list[torch.Tensor | None] = list(map(_GRADIENT, parameters))
-        #: The gradients that the graph adds to: those that are there before and after.
+        #: The gradients that exist before and after, to which the graph adds.
         self._added_to = [
             (parameter, old)
             for parameter, old, new in zip(parameters, before, self._after, strict=True)

@@ -1,7 +1,7 @@
-"""Compares calls of a step: two of one kind can be served by one graph. Finds what no graph can do.
+"""Compares calls of a step: two calls of one kind can use one graph. Finds what no graph can do.
 
-A graph repeats what the device did in one call. Another call may use it if nothing differs that
-the host looked at: shapes, modes, which parameters are trained, numbers such as a learning rate.
+A graph repeats what the device did in one call. Another call may use it if nothing differs that the
+host read: shapes, modes, which parameters are trained, numbers such as a learning rate.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _IS_THERE = functools.partial(operator.is_not, None)
 
 
 class Kind(NamedTuple):
-    """The facts that are equal in all calls that one graph serves. Users are told their names."""
+    """The facts that are equal in all calls that one graph serves; messages use their names."""
 
     batch: Hashable
     modes: Hashable
@@ -131,7 +131,7 @@ class Step:
     # -- what cannot be captured --------------------------------------------------------------
 
     def obstacle(self) -> str | None:
-        """Why the step cannot be captured, as far as can be told before; None if it can."""
+        """The reason why the step cannot be captured, as far as known before; None if it can."""
         for optimizer in self._optimizers:
             reason = _of_optimizer(optimizer)
             if reason is not None:
@@ -152,7 +152,7 @@ class Step:
         )
 
     def leftover(self) -> str | None:
-        """Why a replay could not follow this call: it left unreduced gradients. None if it can."""
+        """The reason why no replay can follow this call (unreduced gradients); None if it can."""
         for unit in self._units:
             if any(handle.keeps_local_gradients for handle in unit.handles):
                 return (
@@ -163,13 +163,13 @@ class Step:
 
 
 def flatten(batch: Any) -> tuple[list[Any], Hashable, Any]:
-    """The leaves of a batch, something that tells its structure, and what puts it together."""
+    """The leaves of a batch, its structure (hashable), and a function that rebuilds it."""
     leaves, spec = pytree.tree_flatten(batch)
     return leaves, repr(spec), spec
 
 
 def check_batch(leaves: Sequence[Any]) -> None:
-    """Refuse (TypeError) a batch with leaves of which nobody can tell whether they are equal."""
+    """Raise TypeError for a batch with leaves that cannot be compared."""
     for leaf in leaves:
         try:
             hash(leaf)

@@ -52,9 +52,9 @@ def capture(
     graphs: int = 8,
     group: Any = None,
 ) -> CapturedStep[Batch, Result]:
-    """Have ``step(batch)`` run as a CUDA graph, with one launch in place of thousands.
+    """Run ``step(batch)`` as a CUDA graph, with one launch instead of thousands.
 
-    Returns what is called in place of ``step``, and does the same. Every call is one step on its
+    Returns a function that replaces ``step`` and does the same. Each call is one step on its
     own batch: nothing runs on ``example_batch``, which only shows what batches look like. The
     first calls run eagerly. A call of a kind that came ``warmup`` times before (the very first
     call, in which the step's models and optimizers are found, does not count) is captured and then

@@ -56,7 +56,7 @@ def check_size(options: Options) -> None:
 
 
 def check_communication(options: Options) -> None:
-    """Raise ``BadInput`` if the strategy does not send what is to be sent otherwise."""
+    """Raise ``BadInput`` if communication options do not apply to the strategy."""
     encodes = options.all_gather != "full" or options.reduce != "full"
     if options.strategy == "no_shard" and (encodes or options.secondary_shards):
         raise BadInput(

@@ -57,7 +57,7 @@ class Text:
 def read_text(folder: str) -> Text:
     """Read all text files below ``folder``, in order of their names.
 
-    An empty ``folder`` stands for the sources of Python's standard library. A file is text if it is
+    If ``folder`` is empty, read the sources of Python's standard library. A file is text if it is
     valid UTF-8 without zero bytes. Pipes and devices are skipped.
     """
     if not folder:

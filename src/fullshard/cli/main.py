@@ -10,7 +10,7 @@ try:
 except ModuleNotFoundError as missing:
     raise SystemExit(
         "The fullshard command needs typer, which is not installed. Install it with "
-        "`pip install 'fullshard[cli]'`, or use `python -m fullshard.cli.launcher.run` in place of "
+        "`pip install 'fullshard[cli]'`, or use `python -m fullshard.cli.launcher.run` instead of "
         "`fullshard run`."
     ) from missing
 
@@ -119,7 +119,7 @@ def plan(
     api: Annotated[
         str,
         typer.Option(
-            help="What shards the model: wrapper or fully_shard. [wrapper]",
+            help="API that shards the model: wrapper, fully_shard. [wrapper]",
             show_default=False,
             rich_help_panel="Sharding",
         ),

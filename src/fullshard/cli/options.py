@@ -120,18 +120,18 @@ class Options:
 
     all_gather: str = _sharding(
         "full",
-        "What parameters are all-gathered in: full, int8, float8.",
+        "Format of all-gathered parameters: full, int8, float8.",
         choices=["full", "int8", "float8"],
         planned=True,
     )
     reduce: str = _sharding(
         "full",
-        "What gradients are sent in to be reduced: full, bfloat16, int8, float8.",
+        "Format of gradients on the wire: full, bfloat16, int8, float8.",
         choices=["full", "bfloat16", "int8", "float8"],
         planned=True,
     )
     secondary_shards: bool = _sharding(
-        False, "Keep second shards on each machine, from which backward gathers."
+        False, "Keep secondary shards on each machine, for backward's all-gathers."
     )
 
     capture: bool = _sharding(

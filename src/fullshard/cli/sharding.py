@@ -54,7 +54,7 @@ def mixed_precision(options: Options) -> MixedPrecision | None:
 
 
 def communication(options: Options) -> Communication | None:
-    """How ranks communicate by the options; None if they do as usual."""
+    """The communication options; None if they are the defaults."""
     all_gather, reduce = _ON_THE_WIRE[options.all_gather], _ON_THE_WIRE[options.reduce]
     if all_gather is None and reduce is None and not options.secondary_shards:
         return None

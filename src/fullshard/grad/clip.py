@@ -114,7 +114,8 @@ def _add_unmanaged(found: _Found, parameter: nn.Parameter) -> None:
     if parameter.grad is None:
         return
     if distribution is not None:
-        # A partial gradient is summed over the mesh, so that the norm is that of what is scaled.
+        # A partial gradient is first summed over the mesh: the norm is that of the scaled
+        # gradients.
         parameter.grad = distribution.placed(parameter.grad)
     part.append(local_part(parameter.grad))
 

@@ -1,4 +1,4 @@
-"""Communication hooks: functions that reduce a unit's gradients in place of the engine.
+"""Communication hooks: functions that reduce a unit's gradients instead of the engine.
 
 The engine calls a hook with the state it was registered with, a unit's full flat gradient and, for
 a sharded unit, the tensor into which the hook writes this rank's shard of the average. The hooks

@@ -70,7 +70,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscale gradients in place; return a tensor, by device, that tells if a rank found inf.
+        """Unscale gradients in place; return, by device, a tensor that says whether a rank found
+        inf.
 
         Gradients in float16 are unscaled even if ``allow_fp16`` is False:
         ``keep_low_precision_grads`` produces them.

@@ -70,7 +70,7 @@ class WholeParameter:
     # -- pieces -------------------------------------------------------------------------------
 
     def piece(self) -> torch.Tensor:
-        """This rank's piece, as a flat view of what the user holds."""
+        """This rank's piece, as a flat view of the parameter that the user holds."""
         return self._flat(local_part(self.parameter).detach())
 
     def gradient(self) -> torch.Tensor | None:
@@ -154,7 +154,7 @@ class WholeParameter:
         return flat.split([size for size in self.parcel.sizes if size])
 
     def put_in_place(self, value: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Let the stand-in have the whole parameter and its gradient; on the owner."""
+        """Give the stand-in the whole parameter and its gradient; on the owner."""
         self.stand_in.data = value
         self.stand_in.grad = gradient
 

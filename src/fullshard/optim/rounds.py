@@ -44,7 +44,7 @@ class Round:
         self._there = routes.to_owners([*values, *values, *marks], rank, size)
         self._back = routes.from_owners(values, rank, size)
         self._pending: Callable[[], None] = _nothing
-        #: What is sent, held until it has arrived, and what is received.
+        #: Tensors in flight, which are held until they have arrived, and receive buffers.
         self._travelling: tuple[torch.Tensor, torch.Tensor] | None = None
         self._marks: dict[Any, torch.Tensor] = {}
         #: Whether this rank has a gradient, for each of the parameters; None where it has no piece.
@@ -92,7 +92,7 @@ class Round:
         self._send(self._back, cuts)
 
     def _put_in_place(self) -> None:
-        """Let stand-ins have what has arrived, whose buffer is released on return."""
+        """Give the stand-ins the received tensors, in a buffer that is released on return."""
         arrived, count = self._receive(self._there), len(self._mine)
         self._read_marks(arrived[2 * count :])
         for index, each in enumerate(self._mine):

@@ -45,7 +45,7 @@ class Found:
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many elements of it each rank holds."""
+        """The number of the parameter's elements on each rank."""
         layout, ranks = self.handle.layout, range(self.unit.shards.size)
         if not self.handle.is_sharded:
             return tuple(math.prod(self.shape) for _ in ranks)
@@ -93,8 +93,8 @@ def divide(
 def hidden_matrices(model: nn.Module, found: list[Found]) -> set[Found]:
     """Matrices inside units, except those of embeddings and of the head.
 
-    Where there are nested units, what is left to the outermost one is taken for the model's first
-    and last layers.
+    If there are nested units, the outermost unit's own parameters count as the model's first and
+    last layers.
     """
     outermost = _outermost(model)
     is_nested = any(each.unit is not outermost for each in found)

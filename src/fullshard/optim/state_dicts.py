@@ -98,7 +98,7 @@ def _owned_states(rounds: Sequence[Round]) -> States:
 
 
 def _spread(group: Group, members: Sequence[WholeParameter], owned: States) -> States:
-    """What this rank has of the state of ``members``, which their owners have in full."""
+    """This rank's pieces of the state of ``members``, which their owners have in full."""
     group.begin_pass("state of whole tensors", ALL_UNITS)
     mine = {i: owned[each] for i, each in enumerate(members) if each in owned}
     cut, _ = cut_everywhere(group, _votes_of_shapes(members, mine))

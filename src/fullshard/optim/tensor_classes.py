@@ -1,6 +1,6 @@
-"""Tensors of a class of their own, such as torchao's 8-bit ones, as the plain tensors inside them.
+"""Tensors of subclasses, such as torchao's 8-bit ones, saved as the plain tensors inside them.
 
-A state dict has the plain tensors under names of their own: those of ``exp_avg`` become
+A state dict has the plain tensors under separate names: those of ``exp_avg`` become
 ``exp_avg.codes``, ``exp_avg.scale`` and so on, so that they can be cut, sent and saved like any
 others. ``exp_avg.__class__`` says how to put them together again.
 """
@@ -62,7 +62,7 @@ def _put_together(key: str, state: Mapping[str, Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """What tensors are made with, as data that a checkpoint can have."""
+    """The arguments that rebuild tensors, as data that a checkpoint can contain."""
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
     return f"{_DTYPE}{value}".replace("torch.", "") if isinstance(value, torch.dtype) else value

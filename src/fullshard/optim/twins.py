@@ -30,7 +30,7 @@ _MEMBERS = ("params", "param_names")
 
 
 def made(make: Make, parameters: list[nn.Parameter], what: str) -> torch.optim.Optimizer:
-    """What ``make`` makes of ``parameters``: an optimizer that holds each of them once."""
+    """The optimizer that ``make`` makes for ``parameters``; it holds each of them once."""
     optimizer = make(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
@@ -111,7 +111,7 @@ class Twins:
             twin.state = defaultdict(dict)
 
     def tell(self) -> None:
-        """Let every round's optimizer have what users changed in the groups that they see."""
+        """Copy users' changes of the parameter groups to every round's optimizer."""
         for position, (shown, told) in enumerate(zip(self.shown, self._told, strict=True)):
             for key, value in shown.items():
                 if key not in _MEMBERS and (key not in told or told[key] is not value):
@@ -125,7 +125,7 @@ class Twins:
         self.tell()
 
     def listen(self) -> None:
-        """Show users what a step changed in its groups."""
+        """Copy a step's changes of its parameter groups to those that users see."""
         groups = self.optimizers[0].param_groups
         for shown, told, group in zip(self.shown, self._told, groups, strict=True):
             for key, value in group.items():

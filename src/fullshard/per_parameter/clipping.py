@@ -32,7 +32,8 @@ def watch_clipping() -> None:
     for name, make in ((_NORM, _norm_around), (_SCALE, _scale_around)):
         original = getattr(clip_grad, name, None)
         if original is None:
-            # A release of torch that is built otherwise; its own way is slow, and right.
+            # This release of torch is built differently; its own implementation is slow, and
+            # correct.
             return
         replacement = functools.wraps(original)(make(original))
         for key, value in list(vars(clip_grad).items()):
@@ -117,7 +118,7 @@ def _local(gradient: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def _norm_of_parts(gradients: list[Any], norm_type: float) -> torch.Tensor | None:
-    """The norm of all gradients, as torch returns it: a DTensor that every rank has.
+    """The norm of all gradients, as a DTensor that every rank has in full, like torch's.
 
     Torch refuses gradients on different meshes, as those beside tensor-parallel ones are; here
     each kind is reduced over its own mesh.

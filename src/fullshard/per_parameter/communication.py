@@ -1,4 +1,4 @@
-"""Sets collectives, groups and memory of one unit that users ask for in place of the engine's."""
+"""Replaces the engine's collectives, process groups or memory of one unit by the user's."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Communication:
         self._share_memory()
 
     def reduce_in_own_group(self, enabled: bool) -> None:
-        """Reduce over a process group of its own, beside all-gathers; all ranks call it."""
+        """Reduce over a separate process group, apart from all-gathers; all ranks call this."""
         own = None
         if enabled and self._unit.shards.size > 1:
             like = self._unit.shards.group

@@ -24,8 +24,8 @@ from ..engine.runtime.parts import FewRanks
 class DataParallelMesh:
     """The ranks over which parameters are sharded or copied, and the mesh that users see.
 
-    ``shard_dim`` is the dimension of ``mesh`` in which ranks share parameters by rows; without one
-    every rank has all of them. ``ranks`` are those of each group that has one copy.
+    ``shard_dim`` is the dimension of ``mesh`` in which ranks share parameters by rows; None if
+    every rank has all rows. ``ranks`` are those of each group that holds one copy.
     """
 
     mesh: DeviceMesh
@@ -43,7 +43,7 @@ class DataParallelMesh:
 
     @property
     def mesh_of_gathers(self) -> DeviceMesh:
-        """The dimension of shards alone, as tensor subclasses are told."""
+        """The mesh of shards alone, which tensor subclasses get."""
         if self.mesh.ndim == 1 or self.shard_dim is None:
             return self.mesh
         names = self.mesh.mesh_dim_names

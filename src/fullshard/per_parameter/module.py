@@ -1,4 +1,4 @@
-"""FSDPModule: what a module gains by ``fully_shard``."""
+"""FSDPModule: the class, and the methods, that ``fully_shard`` adds to a module."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class FSDPModule:
         visible = [p for p in self.parameters() if p.is_leaf]  # type: ignore[attr-defined]
         nn.ParameterList(visible).zero_grad(set_to_none)
 
-    # -- on the user's word -------------------------------------------------------------------
+    # -- requests of the user -------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather this module's own parameters now, ahead of their use.
@@ -127,7 +127,7 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Let backward reduce gradients, or sum them up unreduced, where users do not see them."""
+        """Choose whether backward reduces gradients, or adds them up unreduced and unseen."""
         for other in _units(self, recurse):
             other.unit.sync_gradients(requires_gradient_sync)
 
@@ -141,15 +141,15 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether gradients are needed when the next backward is over.
+        """Accept whether gradients are needed when the next backward is over, without effect.
 
-        They are there in any case: every backward ends with its reduces done.
+        Every backward ends with all its reduces complete.
         """
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Let backward sum gradients over the ranks that hold copies of the shards, or not yet.
+        """Choose whether backward sums gradients over the ranks that hold copies of the shards.
 
-        Otherwise their sums over the shards' ranks are kept, unseen, until one does.
+        Otherwise their sums over the shards' ranks are kept, unseen, until a backward that does.
         """
         for other in _units(self, recurse):
             if other.is_hybrid:
@@ -197,9 +197,10 @@ class FSDPModule:
     # -- communication ------------------------------------------------------------------------
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """All-gather by ``comm``, with the interface of torch's ``AllGather``.
+        """All-gather with ``comm``, which has the interface of torch's ``AllGather``.
 
-        ``comm.allocate`` gives the memory that it fills. None goes back to the engine's own.
+        ``comm.allocate`` allocates the memory that it fills. None selects the engine's own
+        all-gather.
         """
         for communication in _communications_at_rest(self):
             communication.gather_with(comm)
@@ -222,12 +223,12 @@ class FSDPModule:
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Reduce-scatter in a process group of its own, beside all-gathers; all ranks call it."""
+        """Reduce-scatter in a separate process group from all-gathers; all ranks call this."""
         for other in _units(self, recurse):
             other.communication.reduce_in_own_group(enable)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Let the next forward all-gather after ``event``, at which the optimizer has stepped."""
+        """Let the next forward all-gather after ``event``, instead of after all earlier compute."""
         self._fullshard_module_unit.gather_after(event)
 
     # -- residency ----------------------------------------------------------------------------
@@ -272,7 +273,7 @@ class FSDPModule:
         self._fullshard_module_unit.prefetch_in_backward(_all_units(modules))
 
     def _register_forward_method(self, method_name: str) -> None:
-        """Let calls of a method run with the module's full parameters in place."""
+        """Make calls of a method run with the module's full parameters in place."""
         method = getattr(self, method_name, None)
         if not callable(method):
             raise ValueError(f"{type(self)} does not have a method {method_name}")
@@ -314,7 +315,7 @@ def _units(module: Any, recurse: bool) -> list[ModuleUnit]:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let the units of several models use the same streams. All units on a device do."""
+    """Accept that several models are to use the same streams: all units on a device do anyway."""
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"Expects list of FSDPModules but got {module}")

@@ -56,7 +56,7 @@ class ModuleUnit:
         self._mesh = mesh
         self.precision = precision
         self.is_hybrid = mesh.is_hybrid
-        #: What was asked for; if that is None, decided when the outermost module is known.
+        #: The user's choice; None: decided when the outermost module is known.
         self._reshards_after_forward = reshard_after_forward
         self.schedule: Schedule | None = None
         self.is_root: bool | None = None
@@ -97,7 +97,7 @@ class ModuleUnit:
         return output
 
     def gather_after(self, event: Any) -> None:
-        """Let the next pass all-gather after ``event``, not after all that was computed before."""
+        """Let the next pass all-gather after ``event``, instead of after all earlier compute."""
         self._gather_after = event
 
     @property
@@ -141,7 +141,7 @@ class ModuleUnit:
             found = found.inner
 
     def below(self) -> Iterator[tuple[str, ModuleUnit]]:
-        """This unit and those of modules below its own, each once, with their paths."""
+        """This unit and the units of modules below its own, each once, with their paths."""
         seen: set[ModuleUnit] = set()
         for module in self.modules:
             for path, submodule in module.named_modules():
@@ -192,7 +192,7 @@ class ModuleUnit:
     # -- options ------------------------------------------------------------------------------
 
     def prefetch_in_forward(self, others: list[ModuleUnit]) -> None:
-        """Have ``others`` all-gathered when this unit's forward begins."""
+        """All-gather ``others`` whenever this unit's forward begins."""
         self._prefetched_in_forward = others
 
     def prefetch_in_backward(self, others: list[ModuleUnit]) -> None:
@@ -207,7 +207,7 @@ class ModuleUnit:
         self._settle_strategy()
 
     def _settle_strategy(self) -> None:
-        """Decide whether full parameters go after forward; unasked, those of a root stay."""
+        """Decide whether the unit is resharded after forward; by default, a root is not."""
         reshards = self._reshards_after_forward
         if reshards is None:
             reshards = not self.is_root
@@ -247,7 +247,7 @@ def strategy_for(reshards_after_forward: bool, is_hybrid: bool) -> ShardingStrat
 def _let_values_be_copied(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    """Have ``copy.deepcopy`` of a state dict work: see ``at_start``."""
+    """Make ``copy.deepcopy`` of a state dict work: see ``at_start``."""
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
         if value is not None and value is not parameter and is_distributed(value):

@@ -1,16 +1,16 @@
-"""Optimizer steps on local tensors in place of DTensors.
+"""Optimizer steps on local tensors instead of DTensors.
 
 Note: a twin steps
-    An operation on a DTensor costs its Python dispatch, per parameter and operation: many times
-    what the same step costs on plain tensors. An optimizer that updates element by element gives
-    the same result on local parts. So a hook that torch calls before every step has the step run on
-    a twin of the optimizer: the same class and options, with the local parts as its parameters and
-    the local parts of its state as its state. The optimizer itself is not changed while the twin
-    steps, whatever the step raises. Its state keeps DTensors, which share their memory with the
-    twin's; what a step adds to the state is made a DTensor after it.
+    Each operation on a DTensor costs its Python dispatch, many times the cost of the same step on
+    plain tensors. An optimizer that updates element by element gives the same result on local
+    parts. So a hook that torch calls before every step runs the step on a twin of the optimizer:
+    the same class and options, with the local parts as its parameters and the local parts of its
+    state as its state. The optimizer itself is not changed while the twin steps, whatever the step
+    raises. Its state keeps DTensors, which share their memory with the twin's; tensors that a step
+    adds to the state are made DTensors after it.
 
-    Which optimizers compute element by element is known of torch's own. Others are left alone, and
-    compute with DTensors as they always do.
+    It is known which of torch's own optimizers compute element by element. Others are left alone,
+    and compute with DTensors as always.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class _Twin:
         return run
 
     def publish(self, optimizer: Any) -> None:
-        """Let the optimizer have what the step left in its twin."""
+        """Copy the results of the step from the twin to the optimizer."""
         twin = self.optimizer
         for name, value in twin.__dict__.items():
             if name not in _OWN and optimizer.__dict__.get(name) is not value:
@@ -183,7 +183,7 @@ class _Twin:
             self._stepped = _contents(twin.state)
 
     def _show_state(self, state: Any) -> None:
-        """Let the optimizer have what the step added to the twin's state, or replaced in it."""
+        """Copy state that the step added or replaced in the twin to the optimizer."""
         for parameter, stand_in in zip(self._params, self._stand_ins, strict=True):
             stepped = self.optimizer.state.get(stand_in)
             if stepped is None:
@@ -196,7 +196,7 @@ class _Twin:
 
 
 def _stand_in_of(parameter: Any) -> Any:
-    """The plain parameter that stands for a DTensor in a twin; any other parameter itself."""
+    """The plain parameter that replaces a DTensor in a twin; any other parameter itself."""
     if type(parameter) is not DTensor:
         return parameter
     local = parameter._local_tensor

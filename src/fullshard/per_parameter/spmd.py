@@ -24,10 +24,10 @@ from .policies import DataParallelMeshDims
 
 @dataclasses.dataclass(frozen=True)
 class DimensionsOfMesh(DataParallelMesh):
-    """Some dimensions of a mesh that has others beside them.
+    """The data-parallel dimensions of a mesh that has others, too.
 
-    ``mesh`` is what users see, in which several dimensions of shards are one; ``whole`` is the one
-    that was given, and ``reduced`` are its data-parallel dimensions.
+    ``mesh`` is the mesh that users see, in which several dimensions of shards are one; ``whole`` is
+    the mesh that was given, and ``reduced`` are its data-parallel dimensions.
     """
 
     whole: DeviceMesh

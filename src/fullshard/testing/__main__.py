@@ -67,7 +67,10 @@ def main(arguments: list[str]) -> int:
         f"in {time.monotonic() - began:.2f} s"
     )
     if not results:
-        print("error: no tests found: pass test files or folders of test files", file=sys.stderr)
+        missing = "no tests found: pass test files or folders of test files"
+        if options.keyword:
+            missing = f"no name of a test contains {options.keyword!r}: pass another -k"
+        print(f"error: {missing}", file=sys.stderr)
         return 2
     return 1 if results["failed"] or results["interrupted"] else 0
 

@@ -22,7 +22,7 @@ _AT_ONCE = 2e-4
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do about waits of one kind; ``seconds`` is what they take of a step."""
+    """Advice about waits of one kind; ``seconds`` is the time they take of a step."""
 
     units: tuple[str, ...]
     seconds: float

@@ -36,7 +36,7 @@ def aligned(traces: Sequence[RankTrace]) -> list[RankTrace]:
 
 
 def offset(of: RankTrace, other: RankTrace) -> float:
-    """What to add to the times of ``other`` to be on the clock of ``of``; 0 if nothing tells."""
+    """The seconds to add to the times of ``other`` to be on the clock of ``of``; 0 if unknown."""
     own, others = _collectives(of), _collectives(other)
     shared = own.keys() & others.keys()
     if not shared:

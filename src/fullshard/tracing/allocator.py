@@ -1,4 +1,4 @@
-"""How much memory is in use, by the counters of whoever allocates it."""
+"""Reads how much memory is in use from the allocator's own counters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if _mallinfo is not None:
 
 
 def host_bytes_in_use() -> int:
-    """The bytes that are allocated on the host now; 0 if nobody counts them."""
+    """The bytes that are allocated on the host now; 0 if they are not counted."""
     if _mallinfo is None:
         return 0
     found = _mallinfo()
@@ -30,7 +30,7 @@ def host_bytes_in_use() -> int:
 
 
 def counter_of(device: torch.device) -> Callable[[], int] | None:
-    """A function that tells how much memory of ``device`` is in use; None if nobody counts it."""
+    """A function that returns the memory of ``device`` in use; None if it is not counted."""
     if device.type == "cpu":
         return host_bytes_in_use if _mallinfo is not None else None
     # Not memory_allocated, which takes many times as long: it flattens all statistics.

@@ -1,4 +1,4 @@
-"""Who waited for what, and for how long: pure functions of a trace."""
+"""Computes waits and times from a trace: pure functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STRAGGLES = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What compute did between two moments: one thing, the innermost of all that went on."""
+    """The activity of compute between two moments: the innermost of nested ones."""
 
     what: What
     unit: str
@@ -29,10 +29,10 @@ class Segment:
 
 
 def segments(records: Iterable[Record], step: Step) -> list[Segment]:
-    """What compute did during a step, without gaps and overlaps.
+    """The activities of compute during a step, without gaps and overlaps.
 
-    Of spans that lie inside of each other, the one that began last counts. What no span covers is
-    the program's own work, with its place in the step for a unit.
+    Of nested spans, the one that began last counts. Time that no span covers is the program's own;
+    instead of a unit, it has its position in the step.
     """
     spans = [r for r in _spans(records) if r.ended > step.started and r.started < step.ended]
     return _without_overlaps(spans, step)
@@ -88,7 +88,7 @@ _WORK_AFTER = {
 
 
 class _Place:
-    """Where in a step the program's own work lies."""
+    """The position in a step of the program's own work."""
 
     name = "before the forward"
 
@@ -105,7 +105,7 @@ def _append(found: list[Segment], segment: Segment) -> None:
 
 
 def seconds_by_kind(trace: RankTrace) -> dict[What, float]:
-    """Seconds of compute per step, by what it did."""
+    """Seconds of compute per step, by activity."""
     totals: dict[What, float] = defaultdict(float)
     for found in segments_by_step(trace):
         for segment in found:

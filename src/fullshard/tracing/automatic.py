@@ -41,7 +41,7 @@ class Automatic:
         atexit.register(self._end)
 
     def note_pass(self, schedule: Schedule) -> None:
-        """A pass begins; that of a model that trains is what was waited for."""
+        """A pass begins: if it is a training model's, that model is traced."""
         if torch.is_grad_enabled():
             self._schedule = schedule
             watching.remove(self)

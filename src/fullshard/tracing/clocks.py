@@ -1,6 +1,6 @@
 """Marks in time: numbers on a host, events on an accelerator.
 
-A mark costs as little as it can while steps run; what it means is found out when they are over.
+A mark costs as little as possible while steps run; it is converted to a time when they are over.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Mark = Any
 
 
 class Clock(Protocol):
-    """Makes marks on what computes, and tells when they were."""
+    """Makes marks in the order of compute, and converts them to times."""
 
     #: Whether marks are on the device, which runs behind the host.
     runs_ahead: bool
@@ -37,7 +37,7 @@ class Clock(Protocol):
         ...
 
     def seconds(self, mark: Mark) -> float:
-        """When a mark was, in seconds on the host's clock."""
+        """The time of a mark, in seconds on the host's clock."""
         ...
 
 
@@ -48,7 +48,7 @@ class HostClock:
     mark = staticmethod(time.perf_counter_ns)
 
     def mark_after(self, works: Sequence[Any], told: Callable[[Mark], object]) -> None:
-        """Likewise. A collective tells by itself when it has ended, if its backend can."""
+        """As above. The backend reports when a collective has ended, if it can."""
         _tell_when_done(works, told)
 
     def settle(self) -> None:
@@ -115,7 +115,7 @@ def _tell_when_done(works: Sequence[Any], told: Callable[[Mark], object]) -> Non
 
 
 def _future_of(work: Any) -> Any:
-    """What tells when a collective has ended; None if its backend has nothing to tell it by."""
+    """The backend's report of when a collective has ended; None if it has none."""
     try:
         return getattr(work, "work", work).get_future()
     except (AttributeError, RuntimeError):

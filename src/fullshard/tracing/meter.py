@@ -1,7 +1,7 @@
 """Counts the memory of a rank by cause while steps run.
 
-What the engine allocates is counted as it comes and goes. Activations are the rest of what the
-allocator counts: torch's on an accelerator, glibc's on a host.
+The engine's memory is counted when it is allocated and released. Activations are the rest of what
+the allocator counts: torch's on an accelerator, glibc's on a host.
 """
 
 from __future__ import annotations
@@ -69,12 +69,14 @@ class Meter:
                 if not buffer.is_shard_backed:
                     size += _held_by(buffer.flat)
                 if buffer.is_copied_out:
-                    # What an all-gather fills before it is copied.
+                    # The memory that an all-gather fills before it is copied.
                     size += _held_by(buffer.gather_output)
         self._unsharded.set(unit, size)
 
     def note_reducing(self, unit: Unit, beside: int = 0) -> None:
-        """The unit's reduce buffers were filled or released; ``beside`` is what goes with them."""
+        """The unit's reduce buffers were filled or released; ``beside`` is further memory of the
+        reduce.
+        """
         size = beside
         for handle in unit.handles:
             for buffer in handle.reduce_buffers.values():
@@ -112,7 +114,7 @@ class Meter:
         self._state_sizes[optimizer] = size
 
     def note_standing_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer whose state is there since before the trace began."""
+        """Note an optimizer whose state was made before the trace began."""
         before = self._optimizer
         self.note_optimizer(optimizer)
         standing = self._optimizer - before

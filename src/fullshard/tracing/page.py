@@ -54,7 +54,7 @@ def _title(data: TraceData) -> str:
 
 
 def page_data(data: TraceData) -> dict[str, Any]:
-    """What the script draws."""
+    """The data that the page's script draws."""
     units = [unit.name for unit in data.units]
     numbers = {name: number for number, name in enumerate(units)}
     slow = straggler(data.summaries)
@@ -165,7 +165,7 @@ def _rank(trace: RankTrace, numbers: dict[str, int]) -> dict[str, Any]:
     kinds = {what: number for number, what in enumerate(What)}
 
     def unit(name: str) -> int | str:
-        # What the program itself does has a place instead of a unit.
+        # The program's own work has a position in the step instead of a unit.
         return numbers.get(name, name)
 
     return {

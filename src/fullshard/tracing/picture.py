@@ -1,6 +1,6 @@
-"""A trace as a picture for papers and talks: the lanes of a step above its memory.
+"""Draws a trace as a picture for papers and talks: the lanes of a step above its memory.
 
-Needs matplotlib, which the extra ``cli`` brings.
+Needs matplotlib, a dependency of the extra ``cli``.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Collective:
         self.ended: Mark | None = None
         #: When compute had waited for it.
         self.seen: Mark | None = None
-        #: Its tensors, which nobody may free before compute has waited.
+        #: Its tensors, which must not be freed before compute has waited.
         self.held = held
 
     def has_ended(self, mark: Mark) -> None:
@@ -81,7 +81,7 @@ def units_of(model: nn.Module) -> list[tuple[Unit, Schedule | None]]:
 
 
 class Recorder:
-    """What one rank does: spans on what computes, collectives beside it, memory."""
+    """Records one rank: spans of compute, collectives beside it, and memory."""
 
     def __init__(self, found: Sequence[tuple[Unit, Schedule | None]]) -> None:
         self.units = [unit for unit, _ in found]
@@ -220,7 +220,7 @@ class Recorder:
         """A collective on ``tensors`` was issued for the unit that is :attr:`issuing`."""
         assert self.issuing is not None
         what, unit = self.issuing
-        # A backend may let go of its tensors when somebody has waited, which the clock does first.
+        # A backend may release its tensors once they were waited for, which the clock does first.
         held = tensors if self.runs_ahead else ()
         collective = Collective(what, unit.name, *begun, nbytes, held)
         self._collectives.append(collective)
@@ -334,7 +334,7 @@ class Recorder:
         return found
 
     def unit_facts(self) -> list[UnitFacts]:
-        """What is known of the units."""
+        """Facts about the units."""
         return [
             UnitFacts(
                 unit.name,

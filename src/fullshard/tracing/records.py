@@ -1,4 +1,4 @@
-"""What a trace consists of: pure data. The recorder makes it, the planner foretells it.
+"""The parts of a trace: pure data, made by the recorder, or by the planner for a predicted step.
 
 Times are seconds since the trace began, on one clock for all ranks; sizes are bytes.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class What(StrEnum):
-    """What happened. The first group occupies compute, the last one runs beside it."""
+    """Kinds of records. The first group occupies compute, the last one runs beside it."""
 
     FORWARD = "forward"
     RECOMPUTE = "recompute"
@@ -74,7 +74,7 @@ class Step:
 class Memory:
     """The memory of a rank at one moment, by cause.
 
-    ``rest`` is activations and all else; None where nobody counts all memory.
+    ``rest`` is activations and all else; None if not all memory is counted.
     """
 
     at: float
@@ -90,7 +90,7 @@ class Memory:
         return sum(getattr(self, cause) for cause in CAUSES if cause != "rest") + (self.rest or 0)
 
 
-#: The causes of memory, from those that stay to those that come and go, and what to call them.
+#: The causes of memory, from permanent to temporary ones, and their names for users.
 CAUSES = {
     "shards": "parameter shards",
     "optimizer": "optimizer state",
@@ -103,7 +103,7 @@ CAUSES = {
 
 @dataclass(frozen=True, slots=True)
 class UnitFacts:
-    """What is known of a unit before anything is measured."""
+    """Facts about a unit that are known before anything is measured."""
 
     name: str
     elements: int
@@ -112,7 +112,9 @@ class UnitFacts:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank recorded. ``device`` says where it computed, such as cpu or cuda."""
+    """The records of one rank. ``device`` is the kind of device it computed on, such as cpu or
+    cuda.
+    """
 
     rank: int
     host: str
@@ -162,7 +164,7 @@ class RankSummary:
 
 @dataclass(frozen=True)
 class Foretold:
-    """One number that was foretold, beside what was measured; None where one is missing."""
+    """One predicted number, and the measured one; None if one is missing."""
 
     name: str
     foretold: float | None
@@ -179,7 +181,7 @@ class TraceData:
     units: Sequence[UnitFacts]
     ranks: Sequence[RankTrace]
     summaries: Sequence[RankSummary]
-    #: Whether this was foretold by the planner, and nothing was run.
+    #: Whether the planner predicted this, and nothing was run.
     is_foretold: bool = False
     comparison: Sequence[Foretold] = ()
     facts: Mapping[str, str] = field(default_factory=dict)

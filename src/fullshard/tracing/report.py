@@ -1,4 +1,4 @@
-"""A trace in words and numbers: what the page's tables say, and ``Trace.summary()``. Pure."""
+"""A trace in words and numbers: the tables of the page, and ``Trace.summary()``. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def peak_of(trace: RankTrace) -> Memory | None:
 
 
 def compared(foretold: Sequence[Foretold], trace: RankTrace) -> list[Foretold]:
-    """Numbers that were foretold, each with what was measured in its place.
+    """Predicted numbers, each with the measured one.
 
     Names are those of :data:`CAUSES` at the peak, ``peak memory`` and ``step``.
     """
@@ -48,7 +48,7 @@ def compared(foretold: Sequence[Foretold], trace: RankTrace) -> list[Foretold]:
 
 
 def in_text(data: TraceData) -> str:
-    """A few lines: where the time of a step goes on the first rank, memory, and advice."""
+    """A few lines: the time of a step on the first rank by activity, memory, and advice."""
     trace = data.ranks[0]
     by_kind = seconds_by_kind(trace)
     whole = sum(by_kind.values()) or 1.0

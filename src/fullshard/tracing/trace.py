@@ -1,4 +1,4 @@
-"""``fullshard.trace``: a context around a few steps, and what it leaves."""
+"""``fullshard.trace``: the context around the traced steps, and its results."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Trace:
         if error is None:
             self.stop()
         else:
-            # Other ranks may not come to share what they recorded.
+            # Other ranks may not reach the exchange of records.
             self._let_go()
 
     def start(self) -> None:
@@ -187,7 +187,7 @@ class Trace:
 
     @property
     def steps_recorded(self) -> int:
-        """How many steps have ended so far, the one of the last optimizer's step included."""
+        """The number of steps that have ended so far, that of the last optimizer step included."""
         if self._recorder is None:
             return 0 if self._own is None else len(self._own.steps)
         return self._recorder.steps_ended + self._recorder.has_step_behind
@@ -201,13 +201,13 @@ class Trace:
 
     @property
     def records(self) -> Sequence[Record]:
-        """What this rank did, in the order in which it was issued."""
+        """This rank's records, in the order in which they were issued."""
         _ = self.data
         assert self._own is not None
         return self._own.records
 
     def summary(self) -> str:
-        """A few lines of text: where the time of a step goes, and what to do about waits."""
+        """A few lines of text: the time of a step by activity, and advice about waits."""
         return report.in_text(self.data)
 
     def save(self, *paths: Path_) -> None:

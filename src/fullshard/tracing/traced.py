@@ -1,7 +1,7 @@
-"""Subclasses of the engine's classes that record what they do, and do it as always.
+"""Subclasses of the engine's classes that record what the overridden methods do.
 
-``recorder.py`` says how objects get them. A method here marks, calls the method that it overrides,
-and marks again; nothing else.
+``recorder.py`` says how objects get these classes. A method here makes a mark, calls the method
+that it overrides, and makes another mark; nothing else.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class TracedUnit(Unit):
 
 
 class TracedReduction(Reduction):
-    """Records copies of gradients, and what is done when they are reduced."""
+    """Records copies of gradients, and the work after they are reduced."""
 
     recorder: ClassVar[Recorder]
     is_shared: ClassVar[bool] = False

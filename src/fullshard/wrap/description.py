@@ -155,7 +155,7 @@ def _is_packed(parameter: Any) -> bool:
 
 
 def _stored(parameter: Any) -> torch.Tensor:
-    """What is sharded of a parameter: itself, or the bytes of the tensors that it wraps."""
+    """The tensors of a parameter that are sharded: itself, or the bytes of its inner tensors."""
     if not (_is_packed(parameter) and hasattr(parameter, "__tensor_flatten__")):
         return cast(torch.Tensor, parameter)
     inner = [getattr(parameter, name) for name in parameter.__tensor_flatten__()[0]]

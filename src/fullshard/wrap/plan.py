@@ -174,7 +174,7 @@ def _exempt_classes(mixed_precision: Any) -> tuple[type[nn.Module], ...]:
 def _ignored_by_single_modules(
     graph: ModuleGraph, selection: Selection, ignored: Ignored
 ) -> Ignored | None:
-    """Extend ``ignored`` by what a policy ignores for single modules; None if it adds nothing."""
+    """Add the parameters that a policy ignores for single modules to ``ignored``; None if none."""
     modules, parameters, names = ignored.modules, ignored.parameters, ignored.buffer_names
     for index, arguments in selection.arguments.items():
         if "ignored_modules" not in arguments and "ignored_states" not in arguments:

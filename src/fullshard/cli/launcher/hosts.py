@@ -1,12 +1,13 @@
-"""Launchers of a run watch each other, so that each knows which hosts are still there.
+"""Launchers of a run watch each other, so that each knows which hosts are alive.
 
 Note: how hosts watch each other
     Ranks that wait for a host which has lost its power or its network wait for as long as TCP
-    tries, a quarter of an hour. So every launcher counts up a number of its own, in the store at
-    which the launchers met. The first launcher reads all numbers and writes which have stood still
-    for too long; the others read that alone. Traffic is linear in the number of hosts, and a host
-    that is cut off notices that the store does not answer. A host is lost after ``host_timeout``
-    seconds, one of the options of ``--rdzv-conf``; then the attempt has failed, as if a rank had.
+    retries, a quarter of an hour. So every launcher increments a counter of its own in the store at
+    which the launchers met. The first launcher reads all counters and writes which of them have not
+    changed for too long; the others read only that. Traffic is linear in the number of hosts, and a
+    host that is cut off notices that the store does not answer. A host is lost after
+    ``host_timeout`` seconds, one of the options of ``--rdzv-conf``; then the attempt has failed, as
+    if a rank had.
 
     When ranks fail, launchers tell each other why: on most hosts, ranks fail because others did.
 """
@@ -104,7 +105,7 @@ class HostWatch:
         return None
 
     def failures_elsewhere(self, own: str) -> list[str]:
-        """Tell the other launchers that ranks failed here; returns what they told, a line each."""
+        """Report failures here to the other launchers; returns their reports, a line each."""
         self._tell = own
         self._woken.set()
         self._told.wait(_SECONDS_TO_HEAR + 1.0)
@@ -127,7 +128,7 @@ class HostWatch:
     def _named(self, place: int) -> str:
         return str(self._hosts[place]) if place < len(self._hosts) else f"host {place}"
 
-    # What follows runs in the thread, which may hang in the store.
+    # The methods below run in the thread, which may hang in the store.
 
     def _watch(self, store: Any) -> None:
         try:
@@ -148,7 +149,7 @@ class HostWatch:
                 self._woken.wait(min(2.0, self._limit / _LOOKS))
                 self._woken.clear()
         except Exception:
-            # The store is gone: nothing answers from now on, which is what is told.
+            # The store is gone: report that nothing answers from now on.
             self._told.set()
 
     def _look_at_all(self, store: Any) -> None:
@@ -210,7 +211,7 @@ _watches: weakref.WeakKeyDictionary[Any, HostWatch] = weakref.WeakKeyDictionary(
 
 
 def watch_of(agent: Any, ranks: Any) -> HostWatch | None:
-    """The watch of an attempt, which begins when it is first asked for; None for one host.
+    """The watch of an attempt, which begins at the first call; None for one host.
 
     ``agent`` and ``ranks`` are the launcher's own.
     """

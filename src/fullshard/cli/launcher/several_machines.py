@@ -252,7 +252,7 @@ class PatientRendezvous(RendezvousHandler):
         return self._in_time(self._inner.is_closed, False)
 
     def set_closed(self) -> None:
-        """Tell the other launchers that no attempt follows, if they can be told."""
+        """Tell the other launchers, if they can be reached, that no attempt follows."""
         self._in_time(self._inner.set_closed, None)
 
     def shutdown(self) -> bool:
@@ -347,7 +347,7 @@ class _StoreOfEachAttempt(RendezvousHandler):
         return self._inner.is_closed()
 
     def set_closed(self) -> None:
-        """Let no attempt follow."""
+        """Prevent another attempt."""
         self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:

@@ -33,6 +33,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|(b))", re.ASCII | re.IG
 def bytes_of_device(text: str, option: str = "device-memory") -> int:
     """The memory of a device given by its name, or as a size with a unit, such as 80GiB.
 
+    Errors name the ``option`` that ``text`` was given for.
+
     >>> bytes_of_device("24 GiB") == bytes_of_device("l4")
     True
     """

@@ -36,7 +36,7 @@ _REHEARSED = (1, 4, 16)
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: a model, on so many ranks of a machine, within so many bytes.
+    """The question: which options are fastest for a model, a machine, and a limit of memory.
 
     ``given`` are options that stay as they are.
     """
@@ -127,7 +127,7 @@ class _Pass:
 
 
 def _pass(question: Question, options: Options, sequences: int, model: nn.Module) -> _Pass:
-    """Rehearse a step; ``model`` is one like the subject's that nobody rehearses with."""
+    """Rehearse a step on ``model``, a model like the subject's that is not used otherwise."""
     options = dataclasses.replace(options, batch=sequences * question.shares)
     subject = question.make_subject()
     description = describe_units(subject.model, options, question.ranks, question.layout)
@@ -226,7 +226,7 @@ def _sequences(question: Question) -> Sequence[int]:
 
 
 def _wraps(question: Question) -> list[str]:
-    """Units to try: what is repeated, the parts of it, and the whole model as one."""
+    """Units to try: the repeated modules, parts of these, and the whole model as one unit."""
     if "wrap" in question.given:
         return [question.options.wrap]
     model = question.make_subject().model

@@ -1,4 +1,4 @@
-"""How fast a machine computes, moves memory and communicates, and what an operation costs on it.
+"""The speed of a machine: compute, memory, network, and the cost of an operation on it.
 
 An operation takes as long as its arithmetic and its memory traffic together, since hardly any
 kernel overlaps both completely: a roofline with a round corner. The H200 and the CPU were fitted to
@@ -49,7 +49,7 @@ class Machine:
     host_memory: float = 20e9
 
     def seconds_of(self, function: Any, args: Any, kwargs: Any, result: Any) -> float:
-        """How long an operation takes."""
+        """The time of an operation."""
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not outputs or _is_view(outputs, inputs):
@@ -63,13 +63,13 @@ class Machine:
         return max(flops / rate + moved, self.per_kernel)
 
     def collective(self, nbytes: float, ranks: int) -> float:
-        """How long an all-gather or reduce-scatter of ``nbytes`` in all takes."""
+        """The time of an all-gather or reduce-scatter of ``nbytes`` in total."""
         if ranks == 1:
             return 0.0
         return self.latency + nbytes * (ranks - 1) / ranks / self.network
 
     def traffic(self, nbytes: float) -> float:
-        """How long it takes to read or write ``nbytes`` of the device's memory."""
+        """The time to read or write ``nbytes`` of the device's memory."""
         return nbytes / self.memory
 
 

@@ -262,7 +262,7 @@ class Walk:
             self.owed = None
 
     def _show_full(self, unit: UnitSizes, moment: Moment) -> None:
-        """Have a unit's full parameters in place; a prefetch may have gathered them before."""
+        """Unshard a unit, unless a prefetch has already."""
         self._gather(unit.path)
         if unit.path not in self.in_place:
             self.in_place.add(unit.path)

@@ -57,7 +57,10 @@ def plan(
     """Print the table, and whether the model fits; returns the exit status, 3 if it does not."""
     layout = _layout(api)
     if timing.fit is not None and device_memory is not None:
-        raise BadInput("--fit is a device's memory already; leave --device-memory out")
+        raise BadInput(
+            "--fit and --device-memory both give a device's memory; leave --device-memory out"
+        )
+    option = "fit" if timing.fit is not None else "device-memory"
     device_memory = timing.fit if timing.fit is not None else device_memory
     asked = "device-memory" if timing.fit is None else "fit"
     limit = None if device_memory is None else bytes_of_device(device_memory, asked)

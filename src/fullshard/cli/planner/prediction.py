@@ -117,7 +117,7 @@ def record_moments(
     description: Description,
     seconds_of: Cost | None = None,
 ) -> list[Moment]:
-    """What happens in a pass of the unwrapped model, with its memory and maybe its time.
+    """The events of a pass of the unwrapped model, with their memory and maybe their times.
 
     Converts the subject's model to compute precision, and checkpoints its activations if asked.
     """
@@ -162,7 +162,7 @@ def assemble(
 
 
 def foretold_memory(predicted: Prediction) -> list[Foretold]:
-    """The memory at the peak, by the names that a trace has for what it measures."""
+    """The memory at the peak, by the names of a trace's causes."""
     parts = {
         "shards": predicted.peak.shards,
         "optimizer": predicted.peak.optimizer,

@@ -1,8 +1,8 @@
-"""When a step's all-gathers, compute and reduce-scatters would run: the same walk as for memory.
+"""Simulates the times of a step's all-gathers, compute and reduce-scatters.
 
-``memory.py`` asks the engine's policy what happens at each moment of the rehearsed step. Here each
-of these decisions takes time, on two resources: compute, and a network that carries one collective
-after the other. What comes out is a trace like one that was recorded.
+``memory.py`` asks the engine's policy what happens at each moment of the rehearsed step; this walk
+is the same, but each decision takes time, on two resources: compute, and a network that carries one
+collective after the other. The result is a trace like one that was recorded.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ class TimedWalk(Walk):
     host: float = 0.0
     records: list[Record] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
-    #: When all-gathers and reduce-scatters on their way end, by unit.
+    #: The times at which all-gathers and reduce-scatters in flight end, by unit.
     gathers: dict[str, float] = field(default_factory=dict)
     reduces: dict[str, float] = field(default_factory=dict)
-    #: When the memory of the unit before the last, and of the last, was free to gather into.
+    #: The times at which the memory of the unit before the last, and of the last, became free.
     freed: list[float] = field(default_factory=lambda: [0.0, 0.0])
     #: The units inside of whose forward or backward compute is.
     inside: list[tuple[What, str]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What ``fullshard plan`` says about time: a step's, that of candidates, and a page of both."""
+"""The part of ``fullshard plan`` about time: of a step, of candidates, and a page of both."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LIMITS = 0.9
 
 @dataclass(frozen=True)
 class Timing:
-    """What was asked for about time: a page, the speed of the machine, the fastest that fits."""
+    """The options about time: a page, the machine's speed, the fastest options that fit."""
 
     picture: Path | None = None
     fit: str | None = None

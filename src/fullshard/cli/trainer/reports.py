@@ -80,7 +80,7 @@ class Reporter:
         """Report what was traced."""
 
     def runs_eagerly(self, reason: str) -> None:
-        """Report why steps are not captured, though that was asked for."""
+        """Report why steps are not captured although --capture was given."""
 
     def stopped(self, step: int) -> None:
         """Report that the run stops before its last step."""
@@ -183,7 +183,7 @@ class LineReporter(Reporter):
         self._tensorboard.add(metrics, progress.step)
 
     def _smooth(self, seconds: float) -> None:
-        # The first steps are slower: they allocate what is allocated once, and one is measured.
+        # The first steps are slower, because they make one-time allocations, and one is measured.
         if self._seconds is None or self._steps_here <= 4:
             self._seconds = seconds
         else:

@@ -127,11 +127,10 @@ def launch_on_several_machines(request: Request, launcher_options: list[str]) ->
 
 
 def train_as_rank(request: Request) -> int:
-    """Train where the ranks are there already; returns the rank's exit status.
+    """Train on ranks that are running already; returns the rank's exit status.
 
-    That is under ``torchrun``, or on several machines.
-    Rank 0 prepares the folder, and tells the others; bad input is raised on all of them, because no
-    machine sees what is said on another.
+    That is under ``torchrun``, or on several machines. Rank 0 prepares the folder and informs the
+    others; bad input is raised on all of them, because no machine shows another's output.
     """
     start_rank(build_options(given_values(request), COMMAND_LINE))
     told: list[Any] = [None]

@@ -135,9 +135,10 @@ class AcrossHosts:
         beside: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """The sums over this host of the parts that this rank speaks for, its own first.
+        """The sums, over this host's ranks, of the parts for which this rank is the relay, its own
+        first.
 
-        With ``beside``, numbers that follow each part; summed in ``dtype``, if it is given.
+        ``beside`` are numbers that follow each part. Sums are in ``dtype``, if it is given.
         """
         count = len(self._neighbours)
         order = [row for held in self._held for row in held]
@@ -169,7 +170,7 @@ class AcrossHosts:
         """
         width = full.numel() // self._size
         mine = self._held[self._position]
-        # A number for each parameter goes with each part, so that they are added up as well.
+        # Each part is followed by a number for each parameter; these are added up as well.
         flags = present.to(full.dtype)
         sums = self._sum_inside(full.view(self._size, width), flags, output.dtype)
         sums = sums.view(len(mine), width + flags.numel())
@@ -271,7 +272,7 @@ _connected: weakref.WeakKeyDictionary[Any, tuple[Hosts, Any]] = weakref.WeakKeyD
 
 
 def _connect(group: Any, hosts: Hosts) -> Any:
-    """Connect the ranks of this host by gloo, beside the process groups that torch knows of."""
+    """Connect the ranks of this host by gloo, without registering a process group with torch."""
     _, store = dist.distributed_c10d._world.pg_map[group]
     neighbours = hosts.neighbours(group.rank())
     timeout = group._get_backend(group._device_types[0]).options._timeout

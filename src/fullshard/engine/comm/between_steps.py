@@ -46,7 +46,7 @@ class BetweenSteps:
         received = list(map(own_alias, outputs)) if self.rank == 0 else []
         piece = own_alias(piece)
         outputs_of_first = [received] if self.rank == 0 else []
-        # Not kept in a variable: nothing but what is waited for may hold the work.
+        # Not in a variable: only the object that is waited for may hold the work.
         self.wait(
             self.pending(self.group.gather(outputs_of_first, [piece], options), piece, *received)
         )

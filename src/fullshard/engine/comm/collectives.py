@@ -175,7 +175,7 @@ class Group(BetweenSteps):
     ) -> list[Any]:
         """Start filling each output with all ranks' inputs, in one launch."""
         self.agree("gather", unit, *outputs)
-        # As in ``as_real``, with one call in place of two for each tensor.
+        # Like ``as_real``, but with one call for all tensors instead of one for each.
         received = [torch.view_as_real(t) if t.is_complex() else t for t in outputs]
         sent = [torch.view_as_real(t) if t.is_complex() else t for t in inputs]
         try:

@@ -1,7 +1,7 @@
-"""Collectives, and memory for them, that others bring: the user, or a process group's backend.
+"""Custom collectives, and memory for collectives, from the user or a process group's backend.
 
-``fully_shard`` takes objects with the interface of torch's ``AllGather`` and ``ReduceScatter``.
-They are called in place of the group's own collective, and asked for the memory that it reads or
+``fully_shard`` accepts objects with the interface of torch's ``AllGather`` and ``ReduceScatter``.
+They are called instead of the group's own collective, and allocate the memory that it reads or
 fills.
 """
 
@@ -18,7 +18,7 @@ from .collectives import Group
 
 
 class Memory(Protocol):
-    """Gives memory for what a collective fills or reads, for one use of it."""
+    """Allocates memory that a collective fills or reads, for one use."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -26,7 +26,7 @@ class Memory(Protocol):
 
 
 def allocate(memory: Memory, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A flat tensor from ``memory``; refuses (ValueError) another one than was asked for."""
+    """A flat tensor from ``memory``; raises ValueError if it is not as requested."""
     found = memory.allocate((numel,), dtype=dtype, device=device)
     fits = found.numel() == numel and found.dtype == dtype and found.device.type == device.type
     if not fits or not found.is_contiguous():
@@ -45,7 +45,7 @@ def gather_by(
     inputs: Sequence[torch.Tensor],
     unit: str,
 ) -> list[Any]:
-    """Have ``comm`` fill each output with all ranks' inputs; returns what to wait for."""
+    """Let ``comm`` fill each output with all ranks' inputs; returns the objects to wait for."""
     group.agree("gather", unit, *outputs)
     started: list[Any] = []
     for output, piece in zip(outputs, inputs, strict=True):
@@ -58,7 +58,7 @@ def gather_by(
 def start_reduce_scatter_by(
     comm: Any, group: Group, output: torch.Tensor, full: torch.Tensor, unit: str, mean: bool
 ) -> Callable[[], None]:
-    """Have ``comm`` reduce; the result is in ``output`` when what is returned has been called."""
+    """Let ``comm`` reduce; the result is in ``output`` once the returned function was called."""
     group.agree("reduce", unit, full)
     operation = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
     work = comm(

@@ -39,7 +39,7 @@ class GlooGroup(Group):
         return AcrossHosts.of(self.group, self.wait)
 
     def wait(self, *pending: PendingWork) -> None:
-        """Wait for what was started, and look out for ranks that do something else meanwhile."""
+        """Wait for started operations, and watch for ranks that do something else meanwhile."""
         try:
             for operation in pending:
                 self._agreement.wait(operation.work)

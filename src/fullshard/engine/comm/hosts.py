@@ -1,6 +1,6 @@
-"""Which ranks of a process group share a host, and which of them speaks for whom to other hosts.
+"""The hosts of a process group's ranks, and each rank's relays on other hosts.
 
-``Hosts`` is pure; ``hosts_of`` asks the ranks of a group, through its store, when its first
+``Hosts`` is pure; ``hosts_of`` exchanges host names through the group's store when its first
 collective runs.
 """
 

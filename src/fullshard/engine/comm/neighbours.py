@@ -14,10 +14,10 @@ _known: weakref.WeakKeyDictionary[Any, dict[bool | int, Any]] = weakref.WeakKeyD
 
 
 def neighbours_in(group: Any, asked: bool | int) -> Any | None:
-    """The process group of this rank and its neighbours in ``group``, which all ranks ask for.
+    """The process group of this rank and its neighbours in ``group``; all ranks call this.
 
-    ``asked`` is how many they are; True: those of this host. None if all ranks, or this one alone,
-    would be in it.
+    ``asked`` is the number of its ranks; True: those of this host. None if it would contain all
+    ranks, or this one alone.
     """
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Process groups: from what the user gave to the group of shards and the group of copies."""
+"""Derives the groups of shards and of copies from the user's process groups or mesh."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def resolve_groups(
 
 
 def strategy_for(strategy: ShardingStrategy, groups: ProcessGroups) -> ShardingStrategy:
-    """``strategy``, or ``NO_SHARD``, with a warning, where there is nobody to share with."""
+    """``strategy``; or, with a warning, ``NO_SHARD`` if there is only one rank."""
     alone = groups.shards.size() == 1 and (groups.copies is None or groups.copies.size() == 1)
     if not alone or strategy is ShardingStrategy.NO_SHARD:
         return strategy
@@ -128,9 +128,10 @@ def _default_group() -> Any:
 
 
 def groups_by_node(world: Any, node_size: int) -> ProcessGroups:
-    """Shards inside nodes of ``node_size`` consecutive ranks, copies across nodes.
+    """Groups for shards inside nodes of ``node_size`` consecutive ranks, and for copies across
+    nodes.
 
-    To be called by all ranks; asked for again, the groups are those that were made first.
+    All ranks call this. Later calls return the groups of the first one.
     """
     if node_size < 1 or world.size() % node_size:
         raise ValueError(
@@ -162,10 +163,10 @@ _made: dict[tuple[Any, str, tuple[int, ...]], Any] = {}
 
 
 def group_among(parts: Sequence[Sequence[int]], like: Any, purpose: str) -> Any:
-    """This rank's process group, one for each of ``parts``, with the backend of ``like``.
+    """This rank's process group among those of ``parts``, with the backend of ``like``.
 
-    To be called by the ranks of all parts; asked for again, it is the one that was made first.
-    ``purpose`` keeps groups apart that have the same ranks and communicate at the same time.
+    The ranks of all parts call this. Later calls return the group of the first one. ``purpose``
+    distinguishes groups that have the same ranks and communicate at the same time.
     """
     own = next(ranks for ranks in parts if dist.get_rank() in ranks)
     key = (dist.group.WORLD, purpose, tuple(own))
@@ -184,7 +185,7 @@ def _make_among(parts: Sequence[Sequence[int]], own: Sequence[int], backend: str
 
 
 def is_alive(group: Any) -> bool:
-    """True if ``group`` is a process group that nobody has destroyed."""
+    """True if ``group`` is a process group that has not been destroyed."""
     return group in dist.distributed_c10d._world.pg_map
 
 

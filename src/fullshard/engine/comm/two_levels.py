@@ -1,9 +1,9 @@
-"""Encoded reduces of ranks on several hosts whose backend does not look at hosts by itself.
+"""Encoded reduces across several hosts, for backends that do not treat hosts differently.
 
-For backends such as NCCL; gloo's are in ``across_hosts.py``. The ranks of a host first add up what
-they have, as it is, with a reduce-scatter among themselves; then ranks of the same position on all
-hosts send each other these sums, encoded. So between two hosts there is one message for each rank,
-and what is sent is encoded once, however many ranks a host has.
+These are backends such as NCCL; for gloo see ``across_hosts.py``. The ranks of a host first add up
+their parts, unencoded, by a reduce-scatter among themselves; then ranks of the same position on all
+hosts exchange these sums, encoded. So there is one message per rank between two hosts, and each
+number is encoded once, however many ranks a host has.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class TwoLevels:
 
     @classmethod
     def of(cls, group: Any, device: torch.device) -> TwoLevels | None:
-        """The two levels of ``group``, whose ranks all ask for them; None if it has one level only.
+        """The two levels of ``group``; None if it has only one. All its ranks call this.
 
-        That is if its ranks are on one host, each on one of its own, or not one host after another
-        with equally many on each.
+        A group has one level if its ranks are on one host, or each on a host of its own, or not one
+        host after another with equally many ranks on each.
         """
         if not isinstance(group, dist.ProcessGroup):
             return None

@@ -1,1 +1,1 @@
-"""What ranks send in place of full precision: pure functions of tensors."""
+"""Encodings in which ranks send numbers instead of full precision: pure functions of tensors."""

@@ -1,4 +1,4 @@
-"""Encodings of numbers for the wire: how many bytes, and from tensors to bytes and back.
+"""Encodings of numbers for the wire: their sizes in bytes, and how to encode and decode tensors.
 
 Depends on torch and on the options alone. ``kernels.py`` has the same arithmetic in one pass each,
 for GPUs.
@@ -38,9 +38,9 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 class Encoding(ABC):
-    """How the numbers of a row become bytes.
+    """Encodes rows of numbers as bytes, and decodes them.
 
-    ``rows`` are of one rank each, side by side in the first dimension; encoded, too.
+    Each row of ``rows`` belongs to one rank; the encoded bytes have a row for each rank as well.
     """
 
     @abstractmethod
@@ -53,7 +53,7 @@ class Encoding(ABC):
 
     @abstractmethod
     def decode(self, encoded: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write the numbers that ``encoded`` stands for to ``rows``, in the dtype of those."""
+        """Decode ``encoded`` into ``rows``, in the dtype of ``rows``."""
 
     @abstractmethod
     def add(self, encoded: torch.Tensor, total: torch.Tensor) -> None:
@@ -158,7 +158,7 @@ class BlockEncoding(Encoding):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CastEncoding(Encoding):
-    """Numbers in a dtype of fewer bits, such as bfloat16; what they are summed in is another."""
+    """Numbers in a dtype of fewer bits, such as bfloat16; they are summed in another dtype."""
 
     dtype: torch.dtype
 
@@ -188,7 +188,7 @@ class Encodings:
 
     @classmethod
     def of(cls, communication: Communication) -> Encodings:
-        """The encodings that a user asked for."""
+        """The encodings that a user chose."""
         dtypes = communication.all_gather_dtype, communication.reduce_dtype
         gather, reduce = (_encoding(dtype, communication.block_size) for dtype in dtypes)
         return cls(gather, reduce)

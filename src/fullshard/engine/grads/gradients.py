@@ -123,7 +123,8 @@ class Average(NamedTuple):
 
 
 def stage(handle: FlatParamHandle, gradients: Gradients, fills_unused: bool = False) -> ReduceInput:
-    """Copy the gradients into a reduce buffer, casting on the way.
+    """Copy a group's gradients into its reduce buffer, and cast them to the reduce dtype on the
+    way.
 
     ``fills_unused``: parameters without a gradient get one of zeros, on every rank.
     """
@@ -239,7 +240,7 @@ class PossiblyUnused(NamedTuple):
 def deliver(
     handle: FlatParamHandle, reduced: torch.Tensor, absent: Sequence[int]
 ) -> list[PossiblyUnused]:
-    """Put reduced gradients on the parameters that the optimizer holds.
+    """Cast reduced gradients to the shard's dtype, and put them on the optimizer's parameters.
 
     Returns the gradients of parameters that this rank did not use, and maybe no rank did.
     """

@@ -22,9 +22,9 @@ from .joining import Joining, Word
 
 
 class Follower:
-    """Does to the units below a root what it is told, see ``joining.py``.
+    """Carries out the instructions of other ranks on the units below a root, see ``joining.py``.
 
-    ``obey`` is called with the words that are not the engine's.
+    ``obey`` is called with instructions that are not the engine's.
     """
 
     def __init__(

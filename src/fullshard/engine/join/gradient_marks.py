@@ -1,8 +1,8 @@
 """Notices whether the user cleared, kept or changed gradients after a backward.
 
-Ranks that have run out of data (``joining.py``) hold shards of the same gradients and have to do
-the same to theirs. Programs clear gradients in many ways, and not only after a step: so nobody is
-asked to tell. What a backward leaves is remembered, and looked at again.
+Ranks that have run out of data (``joining.py``) hold shards of the same gradients and must do the
+same to theirs. Programs clear gradients in many ways, and not only after a step, so there is no
+call to intercept. Instead, gradients are compared with those that the backward left.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""Ranks that have run out of data take part in what the others do (torch's ``Join``).
+"""Ranks that have run out of data take part in the steps of the others (torch's ``Join``).
 
-Note: word by word
-    A rank without data has no forward of its own to tell it what comes next, and what the others
-    do may change from step to step. So it is told. Before each operation the first rank that still
-    has data leaves a word in the group's store: which unit is gathered, which is reduced, what
-    clips and what steps. Ranks without data do the same, with gradients of which none is there. A
-    step ends where ``Join`` counts the ranks that have data, at the beginning of a forward and at
-    the end of the context; it counts in a process group of ours, which says so first. As long as
-    all ranks have data nobody is told anything.
+Note: instructions
+    A rank without data has no forward of its own from which it could know what comes next, and the
+    steps of the others may vary. So the first rank that still has data leaves an instruction in the
+    group's store before each operation: which unit is all-gathered or reduced, that gradients are
+    clipped, that an optimizer steps. Ranks without data do the same, without gradients of their
+    own. A step ends where ``Join`` counts the ranks that have data: at the beginning of a forward
+    and at the end of the context. ``Join`` counts in a process group of ours, which announces the
+    count. As long as all ranks have data, there are no instructions.
 
-Note: who leaves by an exception
-    ``Join`` does not tell anybody when an exception ends its context on one rank. That rank leaves
-    a mark in the store; others that wait for it, for a word or for a collective, look there.
+Note: ranks that leave by an exception
+    ``Join`` does not tell other ranks when an exception ends its context on one rank. That rank
+    leaves a mark in the store; ranks that wait for it, for an instruction or in a collective, look
+    for the mark.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from .gradient_marks import GradientMarks, Since
 if TYPE_CHECKING:
     from ..runtime.unit import Unit
 
-#: The pass in which ranks tell each other who still has data.
+#: The kind of pass in which ranks tell each other who still has data.
 _JOIN = "join"
 #: What they do before each pass.
 _COUNT = f"{_JOIN}: count ranks with data"
-#: What ranks with data may do while others have none: what those others are told of.
+#: The operations that ranks with data may use while others have none, and that those follow.
 _FOLLOWED = (
     *("forward", "evaluation", "run", "gather", "reduce", "all-reduce", "communication hook"),
     *("vote on absent gradients", "clip", "norm", _JOIN, "gather facts"),
@@ -79,7 +80,7 @@ class _Channel:
         self._said: list[str] = []
 
     def begin_step(self) -> None:
-        """All ranks are here: what was said before has been read."""
+        """Begin anew: all ranks have met, so earlier instructions have been read."""
         for key in self._said:
             self._store.delete_key(key)
         self._said = []
@@ -94,7 +95,7 @@ class _Channel:
         self._said.append(key)
 
     def hear(self) -> Word:
-        """The next word; looks around, and gives up, as those do who wait for a collective."""
+        """The next instruction; while waiting, looks for lost ranks, as in a collective."""
         key, pause = self._next_key(), _SHORTEST
         begun = time.monotonic()
         while not self._store.check([key]):
@@ -108,7 +109,7 @@ class _Channel:
             elif waited > LAST_RESORT:
                 raise RuntimeError(f"Waited {waited:.0f} s for ranks that still have data")
         packed = io.BytesIO(self._store.get(key))
-        # Tensors and plain values only: whoever reaches the store must not have code run here.
+        # Tensors and plain values only, so that others who reach the store cannot run code here.
         with torch.serialization.safe_globals([Since]):
             return Word(*torch.load(packed, weights_only=True))
 
@@ -132,10 +133,10 @@ class _Channel:
 
 
 class CountingGroup(dist.ProcessGroup):
-    """The process group in which ``Join`` counts: ``group``, which is told of it before.
+    """The process group in which ``Join`` counts; ``group`` is announced the count before.
 
-    What goes wrong is kept, and for ``Join`` some rank still has data: an error that came by way of
-    ``torch.distributed`` would be another one, of a group that it does not know.
+    Errors are kept, and ``Join`` is told that some rank still has data: raised inside
+    ``torch.distributed``, an error would be replaced by one about a group that it does not know.
     """
 
     def __init__(self, group: Group, before: Callable[[torch.Tensor], None]) -> None:
@@ -168,7 +169,7 @@ class CountingGroup(dist.ProcessGroup):
             raise self._error
 
     def forget(self) -> None:
-        """Let torch know it no longer."""
+        """Unregister the group from torch."""
         dist.distributed_c10d._world.pg_group_ranks.pop(self, None)
 
 
@@ -181,7 +182,7 @@ class _Done:
 
 
 class Joining:
-    """One rank in a ``Join``: what it is told, or tells the others."""
+    """One rank in a ``Join``: sends instructions to ranks without data, or follows them."""
 
     def __init__(
         self,
@@ -224,7 +225,7 @@ class Joining:
         try:
             work = self._notify()
         except BaseException:
-            # Another rank has run out of data, and all were to be told by an exception.
+            # Another rank has run out of data, and the user wants an exception on all ranks.
             self._terminated()
             raise
         finally:
@@ -239,7 +240,7 @@ class Joining:
             self._refuse_others(False)
 
     def tell(self, verb: str, unit: Unit | None = None, detail: Any = None) -> None:
-        """Say what this rank is about to do, if there is anybody to be told, and it is its turn."""
+        """Leave an instruction about this rank's next operation, if it leads and others follow."""
         if self._tells:
             self._channel.say(Word(verb, None if unit is None else self._index[unit], detail))
         if verb == "finish":
@@ -260,7 +261,7 @@ class Joining:
         return {number: self._marks.since(number) for number in self._marks.optimizers}
 
     def since_backward(self, number: int) -> Since | None:
-        """The changes to an optimizer's gradients, if there is a rank to be told of them."""
+        """The changes to an optimizer's gradients, if some rank follows."""
         return self._marks.since(number) if self._some_follow else None
 
     def tell_of_step(self, number: int, options: Any, since: Since | None) -> None:
@@ -277,7 +278,7 @@ class Joining:
         self._marks.note()
 
     def note_gradients(self) -> None:
-        """A backward, or what others were told of, has left gradients as they are now."""
+        """Note that gradients now are as a backward, or an announced change, has left them."""
         self._marks.note()
 
     def _count(self, tensor: torch.Tensor) -> None:
@@ -289,19 +290,19 @@ class Joining:
             )
         self._look_out_for_leavers(True)
         if self._counted is None:
-            # What follows, if all are to raise when one runs out of data, is no count.
+            # If all ranks are to raise an exception, the next collective is no count.
             self._counted = tensor
         self.tell("end")
         self._tells = self._some_follow = False
         self.group.agree(_COUNT, self._units[0].name, tensor)
         if not self._notifies and tensor.item() == 1:
-            # Not a count: this rank has run out of data, and tells the others by an exception.
+            # Not a count: this rank has run out of data, and an exception tells the others.
             self._terminated()
 
     # -- all ranks ----------------------------------------------------------------------------
 
     def _meet(self, has_data: bool) -> None:
-        """Find out who still has data, and who tells the others."""
+        """Find out who still has data, and who leads."""
         self.group.begin_pass(_JOIN, self._units[0].name)
         have_data: list[bool] = self.group.gather_objects(has_data, self._units[0].name)
         self._channel.begin_step()
@@ -346,7 +347,7 @@ class Joining:
     # -- a rank without data ------------------------------------------------------------------
 
     def hear_step(self, obey: Callable[[Word, Unit | None], None]) -> None:
-        """Do what the others do, up to the end of a step."""
+        """Follow the other ranks to the end of a step."""
         self.counting_group.raise_error()
         self._meet(has_data=False)
         while (word := self._channel.hear()).verb != "end":
@@ -376,7 +377,7 @@ class Joining:
         raise RuntimeError(message)
 
     def _refuse_other_contexts(self, unit: str) -> None:
-        """Have the Join of another model, in which ranks follow that one, refuse this model."""
+        """Let this model refuse operations, while ranks follow another model in its ``Join``."""
         refuse = self.group.refuse
         if refuse is not None and refuse != self._refuse:
             refuse("pass of another model", unit)

@@ -1,4 +1,7 @@
-"""Whole flat buffers whose memory comes and goes. Each buffer is the one owner of its storage."""
+"""Flat buffers of all parameters of a group, whose memory is allocated and released in every step.
+
+Each buffer is the only owner of its storage.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ from .unused_parameters import find_grid
 
 
 class FlatBuffer(ABC):
-    """A whole flat buffer that exists only while needed: the tensor stays, its memory does not.
+    """A flat buffer that has memory only while needed; the tensor object stays.
 
-    ``alias`` shares the memory but not the version counter, so that filling the buffer again does
-    not look to autograd like an in-place change of what it saved.
+    ``alias`` shares the memory but not the version counter, so that autograd does not take filling
+    the buffer for an in-place change of saved tensors.
     """
 
     #: Give the tensor memory, and take it away. Bound once: the step's path calls no Python here.
@@ -38,7 +41,7 @@ class FlatBuffer(ABC):
 
     @abstractmethod
     def _make_views(self, layout: Layout) -> None:
-        """Make, once, the views that stay valid while the memory comes and goes."""
+        """Make, once, views that stay valid while memory is released and allocated again."""
 
     @property
     def is_allocated(self) -> bool:
@@ -79,20 +82,20 @@ class ReduceBuffer(FlatBuffer):
 class FullBuffer(FlatBuffer):
     """Full parameters, as ``views``; the module computes with ``shown``.
 
-    Those are the views, or what ``presentations`` make of them: DTensors where parameters are
-    distributed, objects of their class where they are packed. ``own`` is the
-    part that this rank's shard fills. An all-gather into the buffer sends ``gather_input``: the
-    shard itself, or, where dtype or device differ, ``own``, after ``filled_from`` (the shard) was
-    copied into it, so that the cast takes no memory beside the buffer's own.
+    ``shown`` are the views, or objects that ``presentations`` make from them: DTensors of
+    distributed parameters, or objects of a class that packs elements. ``own`` is the part that this
+    rank's shard fills. An all-gather into the buffer sends ``gather_input``: the shard itself; or,
+    if dtype or device differ, ``own``, into which ``filled_from`` (the shard) is copied first, so
+    that the cast needs no further memory.
     """
 
     #: Whether the buffer is the shard itself.
     is_shard_backed = False
-    #: Whether what an all-gather sends is made for it, by :meth:`begin_gather`.
+    #: Whether :meth:`begin_gather` has to prepare the all-gather's input.
     prepares_gather = False
     #: Whether full parameters are less precise than their dtype says (``encoded_buffers.py``).
     is_lossy = False
-    #: Whether an all-gather fills memory beside the buffer, from which :meth:`copy_out` copies.
+    #: Whether an all-gather fills separate memory, from which :meth:`copy_out` copies.
     is_copied_out = False
     #: The tensor that an all-gather fills.
     gather_output: torch.Tensor

@@ -1,4 +1,4 @@
-"""Follows what is done to a model as a whole: ``.to()`` and its like, copies, and pickles."""
+"""Follows conversions of the whole model: ``.to()`` and its like, copies, and pickles."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Conversion:
         def _note_received(self) -> None: ...
 
     def rebind(self) -> None:
-        """Point parameters at the shard again after somebody else pointed them elsewhere."""
+        """Point parameters at the shard again, after their data was set to other tensors."""
         self._describe(self._reference())
         self._bind()
 

@@ -36,7 +36,7 @@ class EncodedShards:
         self._storage.resize_(0)
 
     def begin_gather(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Encode this rank's shard, in memory for those of all ranks."""
+        """Encode this rank's shard, into memory for the shards of all ranks."""
         self._storage.resize_(self._nbytes)
         shard = self._shard.detach().to(self._device, non_blocking=True)
         with torch.no_grad():
@@ -53,7 +53,7 @@ class EncodedShards:
 
 
 class EncodedFullBuffer(FullBuffer):
-    """Full parameters in the flat layout, which an all-gather brings encoded."""
+    """Full parameters in the flat layout, all-gathered in an encoding."""
 
     prepares_gather = True
     is_copied_out = True
@@ -81,9 +81,9 @@ class EncodedFullBuffer(FullBuffer):
 
 
 class EncodedRowFullBuffer(RowFullBuffer):
-    """Full parameters in rows, which an all-gather brings encoded.
+    """Full parameters in rows, all-gathered in an encoding.
 
-    They are decoded in the order of ranks, and copied from there to the order of parameters.
+    They are decoded in the order of ranks, and then copied to the order of parameters.
     """
 
     prepares_gather = True

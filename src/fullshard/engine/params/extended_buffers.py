@@ -1,8 +1,8 @@
-"""Full parameters of tensor subclasses that decide themselves what is all-gathered of them.
+"""Full parameters of tensor subclasses that decide themselves what is all-gathered.
 
-A subclass with ``fsdp_pre_all_gather`` gives the tensors to all-gather, of any dtypes, and one with
-``fsdp_post_all_gather`` makes the full parameter of what was gathered: at first as a new tensor,
-with the inner tensors whose memory it has; from then on it fills those, through ``out``.
+A subclass's ``fsdp_pre_all_gather`` returns the tensors to all-gather, of any dtypes, and its
+``fsdp_post_all_gather`` makes the full parameter from the result: first as a new tensor, returned
+together with the inner tensors that own its memory; later it fills these, through ``out``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _FOLLOWERS = 8
 
 
 class _Extended:
-    """One parameter: what its subclass has all-gathered, and what it makes of that."""
+    """One parameter: the tensors that its subclass all-gathers, and the full parameter made from
+    them.
+    """
 
     def __init__(self, arguments: tuple[Any, ...], dtype: torch.dtype, ranks: int) -> None:
         self._arguments = arguments
@@ -39,7 +41,7 @@ class _Extended:
         self._sizes: dict[int, int] = {}
 
     def prepare(self, local: Any, device: torch.device) -> None:
-        """Ask the subclass what to gather, and have memory for it."""
+        """Call the subclass for the tensors to all-gather, and allocate memory for the result."""
         arguments = _fitting(local.fsdp_pre_all_gather, self._arguments)
         inputs, self._metadata = local.fsdp_pre_all_gather(*arguments)
         self.sent = [given.detach().to(device, non_blocking=True).contiguous() for given in inputs]
@@ -61,7 +63,7 @@ class _Extended:
         return (self._ranks * given.shape[0], *given.shape[1:]) if given.dim() else (self._ranks,)
 
     def finish(self, local: Any) -> None:
-        """Have the subclass make the full parameter of what was gathered, or fill it again."""
+        """Let the subclass make the full parameter from the gathered tensors, or fill it again."""
         self.sent = []
         outputs = tuple(self.gathered)
         if self.full is None:
@@ -88,12 +90,12 @@ class _Extended:
 
 
 class ExtendedBuffer(FullBuffer):
-    """Full parameters of subclasses, in place of a flat buffer.
+    """Full parameters of subclasses, used instead of a flat buffer.
 
-    Note: one object in several
-        A subclass may keep facts such as a scale in the object that it made, and set them anew in
-        ``out``. The module computes with other objects, made of it for autograd: those take over
-        what it has, each time.
+    Note: attributes of subclasses
+        A subclass may keep values such as a scale as attributes of the object that it made, and set
+        them again in ``out``. The module computes with other objects, made from it for autograd, to
+        which these attributes are copied each time.
     """
 
     prepares_gather = True

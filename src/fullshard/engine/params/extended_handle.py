@@ -1,4 +1,4 @@
-"""ExtendedRowHandle: parameters of tensor subclasses that decide what is all-gathered of them."""
+"""ExtendedRowHandle: parameters of tensor subclasses that decide what is all-gathered."""
 
 from __future__ import annotations
 

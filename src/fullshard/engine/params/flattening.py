@@ -61,7 +61,7 @@ def flattened(params: Sequence[nn.Parameter], layout: Layout) -> torch.Tensor:
     return flat
 
 
-def own_part(
+def cut_own_shard(
     params: Sequence[nn.Parameter], layout: Layout, pieces: Sequence[Piece]
 ) -> torch.Tensor:
     """A rank's shard, filled directly: building the whole buffer first would double the memory."""

@@ -23,7 +23,7 @@ from .conversion import Conversion
 from .encoded_buffers import EncodedFullBuffer
 from .flat_parameter import FlatParameter, HandleReference
 from .flat_part import FlatPart
-from .flattening import check_uniform, cuts, flat_strides, flattened, own_part
+from .flattening import check_uniform, cut_own_shard, cuts, flat_strides, flattened
 from .layout import FlatParamShardMetadata, Layout, Piece, alignment_elements
 from .locations import ParameterLocation, containers_of, find_locations
 from .presentation import Presentation
@@ -53,8 +53,8 @@ class Dtypes(NamedTuple):
 class FlatParamHandle(Presentation, WriteBack, Conversion):
     """Owns the memory of one group of parameters.
 
-    ``params`` are flattened on construction; :meth:`shard` then keeps this rank's part only, or
-    the constructor does when told so.
+    The constructor flattens ``params``. This rank's part is kept by :meth:`shard`, or by the
+    constructor with ``shard=True``.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class FlatParamHandle(Presentation, WriteBack, Conversion):
         self.pieces = self.layout.pieces(self.rank)
         self._cut_sizes, self._cut_positions = cuts(self.pieces, self.layout.shard_numel)
         if shard:
-            self._replace_originals(own_part(self.params, self.layout, self.pieces))
+            self._replace_originals(cut_own_shard(self.params, self.layout, self.pieces))
         else:
             self._replace_originals(flattened(self.params, self.layout))
         if shard:
@@ -134,9 +134,9 @@ class FlatParamHandle(Presentation, WriteBack, Conversion):
         compute, reduce = self._mixed_precision if dtype.is_floating_point else (None, None)
         compute = compute or dtype
         self.dtypes = Dtypes(dtype, compute, reduce or compute)
-        #: What full parameters to compute with are all-gathered in.
+        #: The dtype or encoding in which full parameters to compute with are all-gathered.
         self.gathered_in: torch.dtype | Encoding = compute
-        #: What gradients are sent in to be reduced; None: as they are.
+        #: The encoding in which gradients are sent to be reduced; None: as they are.
         self.reduced_in: Encoding | None = None
         if self.encodings is not None:
             self.gathered_in = self.encodings.gather or compute
@@ -219,7 +219,9 @@ class FlatParamHandle(Presentation, WriteBack, Conversion):
         self.show_sharded()
 
     def _remember(self) -> None:
-        """Keep what is compared, before each use, with what the user may have replaced."""
+        """Note the objects and addresses with which the user's parameters are compared before each
+        use.
+        """
         visible: Sequence[Any] = self.params if self.use_orig_params else self.sharded
         self._visible = [visible[index] for index in self._indices]
         #: The parameters through which the user, or an optimizer, changes the shard.
@@ -335,11 +337,11 @@ class FlatParamHandle(Presentation, WriteBack, Conversion):
         return [(index, parts[position]) for index, position in self._cut_positions]
 
     def witness(self, reduced: torch.Tensor, index: int, piece: torch.Tensor) -> torch.Tensor:
-        """The part of a reduced shard that tells whether any rank has a parameter's gradient."""
+        """The part of a reduced shard that shows whether any rank has a parameter's gradient."""
         return piece
 
     def room(self, reduced: torch.Tensor, index: int) -> torch.Tensor:
-        """The elements of a reduced shard that tell of a parameter: see :meth:`witness`."""
+        """The elements of a reduced shard that belong to a parameter: see :meth:`witness`."""
         piece = self.pieces[index]
         return reduced[piece.offset : piece.offset + piece.numel]
 

@@ -84,7 +84,7 @@ class FlatParamShardMetadata(_ShardMetadataFields):
         return self
 
     def __eq__(self, other: object) -> bool:
-        """As tuples are, also to one that was made of lists."""
+        """Compare like tuples, also with metadata that was made of lists."""
         if not isinstance(other, tuple):
             return False
         complete = self._has_strides and len(other) == 6 and getattr(other, "_has_strides", True)
@@ -122,7 +122,7 @@ def _as_tuples(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter's place: ``numel`` elements from ``offset`` on, seen with shape and stride."""
+    """One parameter's slot: ``numel`` elements from ``offset`` on, seen with shape and stride."""
 
     name: str
     shape: tuple[int, ...]
@@ -210,7 +210,7 @@ class Layout:
         return tuple(gaps)
 
     def piece_starts(self, present: Sequence[bool] | None) -> list[int]:
-        """Where each rank's piece of each present parameter begins; None for all of them."""
+        """The offset of each rank's piece of each present parameter; None means all parameters."""
         chosen = (s for i, s in enumerate(self.slots) if present is None or present[i])
         return [start for slot in chosen for start in starts_in(slot, self.shard_numel)]
 
@@ -233,7 +233,7 @@ def alignment_elements(itemsize: int) -> int:
 
 
 def starts_in(slot: Slot, size: int) -> list[int]:
-    """Where the pieces of one parameter begin, for ranks that have ``size`` elements each."""
+    """The offsets of the pieces of one parameter, for ranks with ``size`` elements each."""
     if not slot.numel:
         return []
     return [slot.offset, *range((slot.offset // size + 1) * size, slot.end, size)]

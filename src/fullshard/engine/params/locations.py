@@ -35,7 +35,7 @@ class ParameterLocation(NamedTuple):
 
 
 class _RecurrentWeights:
-    """The list that a recurrent module computes with, beside its attributes.
+    """The list of weights with which a recurrent module computes, in addition to its attributes.
 
     The module replaces the list now and then, so every assignment looks it up.
     """

@@ -1,14 +1,14 @@
 """Frozen parameters of classes that pack their elements: quantised weights.
 
-Note: packed elements are sharded, and objects are made of them
-    Such a parameter is packed elements and facts about them: scales, the original shape, a code. A
-    unit lays out, shards and all-gathers the packed elements, whose dtype says nothing about the
-    numbers they stand for, so that nobody casts or reduces them. A :class:`Packing` makes the
-    object of the parameter's class that the module computes with: once per full buffer, of views
-    of it. What the facts are kept in depends on the class. A subclass whose instances have memory
-    of their own (bitsandbytes) stays the parameter that users hold, with its attributes, which
-    every rank has whole. One that wraps inner tensors (torchao) is replaced by a plain parameter
-    of all their bytes, in which the scales are sharded, too.
+Note: packed elements are sharded, and objects are made from them
+    Such a parameter consists of packed elements and of metadata: scales, the original shape, a
+    code. A unit lays out, shards and all-gathers the packed elements; it never casts or reduces
+    them, since their dtype says nothing about the numbers that they encode. From views of the full
+    buffer, a :class:`Packing` makes, once per buffer, the object of the parameter's class with
+    which the module computes. The class decides where the metadata is kept. A subclass whose
+    instances have memory of their own (bitsandbytes) remains the parameter that users hold, with
+    its attributes, which are whole on every rank. One that wraps inner tensors (torchao) is
+    replaced by a plain parameter that contains all their bytes, so its scales are sharded, too.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ _ALIGNMENT = 16
 class Packing:
     """The class of one frozen parameter, and how its packed elements become an object of it."""
 
-    #: Whether a plain parameter of packed elements stands for the parameter outside of compute.
+    #: Whether users see a plain parameter of packed elements instead of the original outside of
+    #: compute.
     is_hidden = False
 
     def assemble(self, packed: torch.Tensor, kept: Any) -> Any:
-        """The whole parameter, of all its ``packed`` elements, whose memory it shares.
+        """The whole parameter made from all its ``packed`` elements, whose memory it shares.
 
-        ``kept`` is the parameter that users hold; it has what is not sharded.
+        ``kept`` is the parameter that users hold; it has the parts that are not sharded.
         """
         raise NotImplementedError
 
@@ -44,34 +45,37 @@ class Packing:
         return value
 
     def saved(self, packed: torch.Tensor) -> Any:
-        """A full state dict's value, of packed elements that nobody else uses."""
+        """The value in a full state dict, made from packed elements that nothing else uses."""
         return packed
 
     def names(self) -> Sequence[str]:
-        """The attributes of the parameter in which it has what is not sharded."""
+        """The names of the attributes that contain the parts that are not sharded."""
         return ()
 
     def aliases(self, kept: Any) -> Mapping[str, Any]:
-        """What the class's objects have as properties, for a parameter of another class to have.
+        """Properties of the class's objects, to be set as attributes on a parameter of another
+        class.
 
         ``torch.distributed.checkpoint`` follows names in state dicts from attribute to attribute.
         """
         return {}
 
     def tensors(self, kept: Any) -> list[torch.Tensor]:
-        """The tensors that every rank has whole, for those of one rank to be broadcast."""
+        """The tensors that are whole on every rank, to be broadcast from one rank."""
         return []
 
     def move(self, kept: Any, device: torch.device) -> None:
-        """Bring what is not sharded to the device that the unit computes on."""
+        """Move the parts that are not sharded to the device that the unit computes on."""
 
     def adopt(self, kept: Any, new: Any) -> None:
-        """Let ``kept`` have what ``new``, which users put in its place, has beside its elements."""
+        """Copy the metadata of ``new``, a parameter that users put in place of ``kept``, to
+        ``kept``.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
 class _Inner:
-    """Where an inner tensor lies among the bytes of its parameter."""
+    """The position of an inner tensor among the bytes of its parameter."""
 
     name: str
     dtype: torch.dtype

@@ -21,12 +21,12 @@ else:
 
 
 class _Packed(_Base):
-    """What the two handles of packed parameters have in common."""
+    """The part that both handles of packed parameters share."""
 
     packings: Sequence[Packing]
 
     def _set_dtypes(self, dtype: torch.dtype) -> None:
-        # Also where packed elements pass for floating-point numbers: they stand for others.
+        # Even if packed elements have a floating-point dtype: they encode other numbers.
         self._mixed_precision = (None, None)
         super()._set_dtypes(dtype)
 
@@ -57,7 +57,7 @@ class _Packed(_Base):
         return not any(map(operator.is_not, found, expected))
 
     def _move_facts(self) -> None:
-        """Bring what is not sharded to where the unit computes."""
+        """Move the parts that are not sharded to the unit's device."""
         device = self.device if self.offload else self.shard_tensor.device
         for packing, kept in zip(self.packings, self.params, strict=True):
             packing.move(kept, device)
@@ -82,7 +82,7 @@ class PackedFlatHandle(_Packed, FlatParamHandle):
 
     def converted(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
         def move(shard: torch.Tensor) -> torch.Tensor:
-            # To another dtype it would lose what is packed.
+            # A conversion to another dtype would destroy packed elements.
             return shard.to(convert(shard.new_empty(0)).device)
 
         super().converted(move)
@@ -94,7 +94,7 @@ class PackedRowHandle(_Packed, RowHandle):
 
     def __init__(self, params: Sequence[nn.Parameter], *args: Any, packings: Packings, **kw: Any):
         self.packings = [packings[parameter] for parameter in params]
-        #: By parameter, the attributes in which it has what is not sharded.
+        #: By parameter, the attributes that contain the parts that are not sharded.
         self._facts = [self._facts_of(i, parameter) for i, parameter in enumerate(params)]
         super().__init__(params, *args, **kw)
         self._move_facts()
@@ -104,7 +104,7 @@ class PackedRowHandle(_Packed, RowHandle):
 
     def _as_sharded(self, index: int, parameter: Any) -> Any:
         if parameter.dtype != self.shard_tensor.dtype:
-            # Converted, it has lost what is packed; the shard has it still.
+            # The conversion destroyed its packed elements; the shard still has them.
             own = self.sharded[index].to(parameter.device)
             parameter = nn.Parameter(self.shardings[index].assemble(own), requires_grad=False)
         return super()._as_sharded(index, parameter)

@@ -1,6 +1,6 @@
 """Weights that bitsandbytes has quantised to 4 bits (``Params4bit``) or 8 (``Int8Params``).
 
-Imports nothing of bitsandbytes: where nobody has, there are no such weights.
+Does not import bitsandbytes: if the program has not, there are no such weights.
 """
 
 from __future__ import annotations
@@ -172,7 +172,9 @@ def _hook_once(module: nn.Module, hook: Callable[..., None]) -> None:
 
 
 def settle_bias(module: Any, path: str, param_dtype: torch.dtype | None) -> None:
-    """Have a bias be in the dtype that its module casts it to, for good, or refuse (ValueError)."""
+    """Convert a bias, for good, to the dtype that its module casts it to; ValueError if it cannot
+    be.
+    """
     bias = module._parameters.get("bias")
     if bias is None:
         return
@@ -190,7 +192,7 @@ def settle_bias(module: Any, path: str, param_dtype: torch.dtype | None) -> None
 
 
 def _take_back_scales(module: Any, parameter: Any) -> None:
-    """Have the weight have its scales again, which its first forward has moved to the module."""
+    """Give the weight its scales back, which its first forward has moved to the module."""
     state = getattr(module, "state", None)
     if parameter.SCB is None and state is not None:
         parameter.SCB = state.SCB
@@ -225,7 +227,7 @@ def _aliases(state: Any) -> dict[str, torch.Tensor]:
 
 
 def replace_state(old: Any, new: Any) -> None:
-    """Let one ``QuantState``, which several objects hold, have what another one has."""
+    """Copy the content of one ``QuantState`` into another, which several objects hold."""
     vars(old).clear()
     vars(old).update(vars(new))
 
@@ -274,9 +276,9 @@ def _load_states(
 def _drop_format(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *_: Any
 ) -> None:
-    """Take the word about an 8-bit weight's order from local state dicts, as from all others.
+    """Remove the entry about an 8-bit weight's order from local state dicts, as from all others.
 
-    bitsandbytes does where there is a weight under its own name.
+    bitsandbytes does this if there is a weight under its own name.
     """
     local_metadata.pop(_ASSIGN, None)
     if f"{prefix}weight" not in state_dict:

@@ -1,8 +1,8 @@
-"""Full parameters and gradients of parameters that ranks share by rows.
+"""Buffers of full parameters and gradients in the row layout.
 
-What an all-gather brings, and what a reduce-scatter takes, lies in another order than full
-parameters do: see ``row_layout.py``. One multi-tensor copy after the one and before the other, by
-views that are made once, leads from order to order.
+The output of an all-gather, and the input of a reduce-scatter, are in another order than full
+parameters: see ``row_layout.py``. After the all-gather, and before the reduce-scatter, one
+multi-tensor copy between views, which are made once, changes the order.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _DENSE = {torch.strided}
 class RowFullBuffer(FullBuffer):
     """Full parameters, and the memory that an all-gather of them fills.
 
-    That memory lasts from the beginning of an all-gather to its end; the full parameters' own is
-    taken when what was gathered is copied there.
+    That memory exists while the all-gather runs. Memory for the full parameters is allocated when
+    the result is copied there.
     """
 
     is_copied_out = True
@@ -67,7 +67,7 @@ class RowFullBuffer(FullBuffer):
         self._rows = gathered.view(layout.world_size, layout.shard_numel)
 
     def _borrow(self) -> None:
-        """Have an all-gather fill memory that the user gives."""
+        """Let all-gathers fill memory that the user's allocator gives."""
         assert self._memory is not None
         flat = self.flat
         self._gather_into(allocate(self._memory, flat.numel(), flat.dtype, flat.device))
@@ -81,7 +81,7 @@ class RowFullBuffer(FullBuffer):
             self.gather_input = self.own
 
     def copy_out(self) -> None:
-        """Bring what was gathered to where full parameters are, and give its memory back."""
+        """Copy all-gathered data to the full parameters, and release its memory."""
         self.allocate_whole()
         if self._sizes and self.flat.device.type != "cpu":
             # One kernel; on a host it takes many times as long as the copies below.
@@ -165,7 +165,7 @@ class RowReduceBuffer(ReduceBuffer):
     def copies(
         self, gradients: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Where to copy gradients to, and the parts of them to copy there."""
+        """The destinations of gradients, and the parts of them to copy there."""
         places: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for cut, gradient in zip(self._cuts, gradients, strict=True):

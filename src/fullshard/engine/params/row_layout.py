@@ -34,7 +34,7 @@ from .layout import Layout, Piece, Slot, _contiguous_stride, _round_up
 class RowChunk(NamedTuple):
     """The cut of one parameter: ``size`` indices of dimension ``dim`` per rank.
 
-    ``numel`` is what the largest chunk holds, and what every rank's shard has room for, from
+    ``numel`` is the size of the largest chunk, for which every rank's shard has space, from
     ``offset`` on.
     """
 
@@ -119,10 +119,10 @@ class RowLayout(Layout):
         return tuple(gaps)
 
     def piece_starts(self, present: Sequence[bool] | None) -> list[int]:
-        """Where each rank's room for each present parameter begins, in the all-gathered order.
+        """The offset of each rank's slot for each present parameter, in the all-gathered order.
 
-        Also that of ranks without rows: what they find in their padding tells them whether any
-        rank has a gradient for the parameter.
+        This includes ranks without rows: their padding shows them whether any rank has a gradient
+        of the parameter.
         """
         chosen = [
             chunk

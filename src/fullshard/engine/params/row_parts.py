@@ -50,7 +50,7 @@ class RowPart:
         self._gathered.resize_(self._sizes[1])
 
     def copy_out(self) -> None:
-        """Fill the full parameters with what was gathered."""
+        """Fill the full parameters with the all-gathered data."""
         self.full.allocate_whole()
         torch._foreach_copy_(self._places, self._sources)
         self._gathered.resize_(0)

@@ -59,7 +59,7 @@ def maker_of_dtensors() -> Callable[..., Any]:
     Without the function around it that keeps Dynamo out, as the engine does anyway: for a gradient
     per parameter and step it takes twice as long as all the rest.
     """
-    # Not imported with this file: who does not use DTensors is spared the second it takes.
+    # Not imported with this file: programs without DTensors save the second that it takes.
     kind: Any = importlib.import_module("torch.distributed.tensor").DTensor
     return functools.partial(inspect.unwrap(kind.__new__), kind)
 

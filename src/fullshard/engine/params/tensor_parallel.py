@@ -1,14 +1,14 @@
 """Parameters that tensor parallelism has distributed (DTensors) before their module is wrapped.
 
 Note: a unit shards the local part
-    A DTensor is a rank's local part and a word about how the parts of all ranks of its mesh make
-    up the whole. When a unit is built, each DTensor parameter is replaced by a plain one that
-    holds the local part; that is laid out, sharded, gathered, reduced and stepped like any other,
-    among the ranks that have the same part. What the word said is kept in a :class:`Distribution`.
-    The module computes with DTensors again: views of the full buffer, made once with the buffer,
-    that lead autograd to the same node as plain parameters. Their gradients come as DTensors,
-    maybe as terms of a sum that the mesh has not added up yet, and are brought to the parameter's
-    own distribution before they go the way of all gradients.
+    A DTensor consists of a rank's local part and of placements, which say how the parts of all
+    ranks of its mesh form the whole. When a unit is built, each DTensor parameter is replaced by a
+    plain one that holds the local part; it is laid out, sharded, gathered, reduced and stepped like
+    any other, among the ranks that have the same part. A :class:`Distribution` keeps the mesh and
+    the placements. The module computes with DTensors again: views of the full buffer, made once
+    with the buffer, that lead autograd to the same node as plain parameters. Their gradients are
+    DTensors, maybe with partial placements; they are redistributed to the parameter's own
+    placements before they are reduced like all others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Distribution:
     placements: tuple[Any, ...]
     shape: torch.Size
     stride: tuple[int, ...]
-    #: Dimensions of the mesh in which terms of gradients are summed by whoever shards them.
+    #: Dimensions of the mesh over which the unit itself sums partial gradients.
     unreduced: tuple[int, ...] = ()
 
     @classmethod
@@ -122,7 +122,7 @@ Distributions = Sequence[Distribution | None]
 
 
 def is_distributed(tensor: Any) -> bool:
-    """True if ``tensor`` is a DTensor; where nobody has imported them, there are none."""
+    """True if ``tensor`` is a DTensor; if the program has not imported them, there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

@@ -76,7 +76,7 @@ def piece_starts(layout: Layout, present: Sequence[bool] | None) -> list[int]:
 
 
 class UnusedParameterGrid(NamedTuple):
-    """Elements at a ``distance``, from the first one on, and those ``beside`` them."""
+    """Elements at multiples of ``distance``, and additional single ones (``beside``)."""
 
     distance: int
     beside: tuple[int, ...]

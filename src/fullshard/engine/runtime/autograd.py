@@ -1,4 +1,4 @@
-"""The autograd node that ties a unit's full parameters to what happens with their gradients.
+"""The autograd node of a unit's full parameters, which receives all their gradients.
 
 Note: one node for life
     The node's outputs are the full parameters that a module computes with; its backward receives
@@ -101,7 +101,7 @@ def track(
 
     def receive(found: tuple[torch.Tensor | None, ...]) -> None:
         if len(trainable) == 1 and not (is_mixed or distributed):
-            # As most are: what was found is what there is.
+            # The usual case: the found gradients are all gradients.
             receiver([found])
             return
         gradients: list[list[torch.Tensor | None]] = [[None] * len(t) for t in trainable]
@@ -160,11 +160,11 @@ def in_backward() -> bool:
 
 
 def refuse_compiled_backward() -> None:
-    """Refuse (RuntimeError) that Dynamo's compiled autograd runs this backward.
+    """Raise RuntimeError if Dynamo's compiled autograd runs this backward.
 
-    It runs nodes and hooks in an order of its own, and gradients would be lost without a word.
+    It runs nodes and hooks in an order of its own, and gradients would be lost silently.
     """
-    # Not imported here: who does not compile is spared the second that it takes.
+    # Not imported here: programs that do not compile save the second that it takes.
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled is not None and compiled.in_compiled_autograd_region:
         raise RuntimeError(
@@ -175,10 +175,11 @@ def refuse_compiled_backward() -> None:
 
 
 class BackwardEnd:
-    """Calls ``finished`` at the end of the running backward; ``failed`` if either of them raises.
+    """Calls ``finished`` at the end of the running backward, and ``failed`` if either of them
+    raises.
 
-    Autograd keeps a callback until the backward is over. A backward that raised never calls it,
-    but lets go of it, and that is how the end is noticed.
+    Autograd keeps a callback until the backward is over. It does not call it after an exception,
+    but releases it, and ``__del__`` notices that.
     """
 
     def __init__(self, finished: Callable[[], None], failed: Callable[[], None]) -> None:

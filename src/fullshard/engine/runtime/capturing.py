@@ -1,7 +1,8 @@
-"""Refuses what a CUDA graph cannot capture of a pass, and tells who asked which models run.
+"""Rejects passes that a CUDA graph cannot capture, and reports passes to watchers.
 
-A graph replays what the device was given, and nothing that the host did. So whatever has the host
-wait, decide or communicate is refused when a captured pass begins, in one line that names it.
+A graph replays the work that was given to the device, and nothing that the host did. So anything
+that makes the host wait, decide or communicate is rejected when a captured pass begins, in one line
+that names it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Watcher(Protocol):
-    """Is told of every pass that begins."""
+    """Is notified of every pass that begins."""
 
     def note_pass(self, schedule: Schedule) -> None: ...
 
 
-#: Those who are told of passes: mostly nobody.
+#: The watchers of passes; usually none.
 watching: list[Watcher] = []
 
 
@@ -50,7 +51,7 @@ def tell_groups(units: Iterable[Unit], capturing: bool) -> None:
 
 
 def obstacle(units: Iterable[Unit]) -> str | None:
-    """Why passes of these units cannot be captured in a CUDA graph; None if they can."""
+    """The reason why passes of these units cannot be captured in a CUDA graph; None if they can."""
     for unit in units:
         if unit.device.type != "cuda":
             return (

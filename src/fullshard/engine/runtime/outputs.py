@@ -30,11 +30,11 @@ _WITHOUT_TENSORS = {types.NoneType, bool, int, float, str}
 
 
 class SideOutputs:
-    """The attributes of a unit's modules by which autograd may enter it, beside its outputs.
+    """The attributes of a unit's modules, other than outputs, by which autograd may enter the unit.
 
-    Which of them to look at is decided at the unit's first forward, and again when modules have
-    got further attributes: those that hold tensors, and those that stand for a value to come.
-    Modules inside of nested units, whose own modules are among those ``of_units``, are theirs.
+    Which attributes to check is decided at the unit's first forward, and again when modules get
+    further attributes: those that contain tensors, and those that look like placeholders for a
+    later value. Modules in nested units (``of_units`` are the units' own modules) belong to these.
     """
 
     def __init__(self, unit: Unit, of_units: Container[nn.Module]) -> None:
@@ -51,7 +51,7 @@ class SideOutputs:
         self._places: list[tuple[dict[str, Any], str]] = []
 
     def watch(self) -> None:
-        """The unit's forward begins: note what the user's hooks on its modules are shown."""
+        """Begin to note the arguments of the user's hooks on the unit's modules."""
         self.shown = []
         count = sum(map(len, self._hooks))
         if count != self._hook_count:
@@ -65,18 +65,19 @@ class SideOutputs:
             self._hook_count = sum(map(len, self._hooks))
 
     def stop_watching(self) -> None:
-        """The unit's forward raised: forget what was shown."""
+        """Forget the noted arguments, since the unit's forward raised."""
         self.shown = None
 
     def note(self, shown: Any) -> None:
-        """Somebody outside may keep tensors that are in ``shown``, while the forward runs."""
+        """Note tensors in ``shown``, which code outside may keep, while the forward runs."""
         if self.shown is not None:
             self.shown.append(shown)
 
     def made_since(self, birth: int, inputs: Inputs | None) -> list[torch.Tensor]:
-        """Those that lead into the unit by nodes not older than ``birth``, in autograd's count.
+        """The tensors that lead into the unit by nodes not older than ``birth``, in autograd's
+        count.
 
-        Among them are those that the unit put into containers among its ``inputs``.
+        They include tensors that the unit put into containers among its ``inputs``.
         """
         shown, self.shown = self.shown, None
         if sum(map(len, self._attributes)) != self._count:
@@ -112,7 +113,7 @@ class SideOutputs:
         ]
 
     def _is_of_interest(self, value: Any) -> bool:
-        """True if there is such a tensor, or a place that a later forward may put one in."""
+        """True if ``value`` contains such a tensor, or is a placeholder for one."""
         if isinstance(value, (int, float)):
             return value == 0 and value is not False
         if value is None:
@@ -130,14 +131,14 @@ def _inside(container: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> Collecti
 
 
 def _are_to_come(items: Collection[Any]) -> bool:
-    """True if each of them, if there are any, stands for a value to come."""
+    """True if all items, if any, look like placeholders for a later value."""
     return all(item is None or (type(item) in (int, float) and item == 0) for item in items)
 
 
 def _visible(name: str, value: Any) -> Any:
-    """The part of an attribute's value to look at; of a private one, tensors and containers.
+    """The part of an attribute's value to search: of a private attribute, tensors and containers.
 
-    Its other objects may lead anywhere, to the whole model, and to look there would take for ever.
+    Other objects may refer to the whole model, and searching them would take too long.
     """
     if not name.startswith("_") or value is None:
         return value
@@ -148,9 +149,9 @@ def _visible(name: str, value: Any) -> Any:
 
 
 class _Watch:
-    """A forward hook that notes what a module was called with and returned.
+    """A forward hook that notes a module's arguments and its output.
 
-    Copies and pickles of it, which come with those of a module, note nothing.
+    Copies and pickles of it, made together with a module, note nothing.
     """
 
     def __init__(self, side_outputs: SideOutputs | None = None) -> None:
@@ -173,7 +174,7 @@ def _nobody() -> None:
 
 
 def _is_users(hook: Any) -> bool:
-    """True if a hook may keep what it is shown: those that are torch's own do not."""
+    """True if a hook may keep its arguments: torch's own hooks do not."""
     module = getattr(hook, "__module__", None) or ""
     return not module.startswith("torch.")
 
@@ -208,13 +209,13 @@ def entries(
 def hook_entries(
     tensors: Sequence[torch.Tensor], hook: Callable[[Any], None], birth: int, is_outermost: bool
 ) -> None:
-    """Have ``hook`` called when a gradient reaches one of ``tensors``.
+    """Call ``hook`` when a gradient reaches one of ``tensors``.
 
-    A following unit may have hooked the same tensor as its input, to be closed before this one is
-    unsharded: hooks of a tensor's node run after those of the tensor. Only the outermost unit hooks
-    tensors: its hook starts the backward, before any hook of the user.
+    A following unit may have hooked the same tensor as its input, and has to be closed before this
+    one is unsharded: hooks on a tensor's node run after hooks on the tensor. Only the outermost
+    unit hooks tensors: its hook starts the backward, before any hook of the user.
 
-    A view that is changed in place gets another node, by which gradients come to its base's.
+    A view that is changed in place gets a new node, and its gradients pass through the base's node.
     """
     nodes: dict[Any, None] = {}
     for tensor in tensors:
@@ -244,10 +245,10 @@ def hook_handed_on(outputs: Sequence[torch.Tensor]) -> None:
 
 
 def _let_past(gradient: torch.Tensor) -> None:
-    """Nothing is to be done: the gradient goes past the unit."""
+    """Do nothing: the gradient does not enter the unit."""
 
 
 def _leads_into(tensor: torch.Tensor, birth: int) -> bool:
-    """True if gradients of ``tensor`` come into what a forward computed that began at ``birth``."""
+    """True if gradients of ``tensor`` enter the forward that began at ``birth``."""
     node = tensor.grad_fn
     return not (node is None or type(node) is PARAMETER_NODE or node._sequence_nr() < birth)

@@ -1,4 +1,4 @@
-"""When units are unsharded and resharded, and when gradients are reduced: decided from facts alone.
+"""The policy: when units are unsharded and resharded, and when gradients are reduced.
 
 No tensors and no effects. The engine asks and carries out; ``fullshard plan`` asks the same object
 for the memory that follows. There is one policy per kind of device:
@@ -148,13 +148,14 @@ class Policy:
     units_ahead_in_backward: int = 1
 
     def plan(self, unit: UnitOptions) -> UnitPlan:
-        """Decide all that follows from a unit's options alone.
+        """Make the decisions that depend on a unit's options alone.
 
-        An accelerator overlaps what it is given without being told, so it prefetches in forward
-        only if it is asked to. A host gathers ahead unasked where that takes no more memory than
-        the step takes anyway, since backward gathers ahead, or nothing is freed before it. For the
-        same reason a host does not free the units with which backward begins. An accelerator does,
-        because the loss may need the memory, and gathers them again after it.
+        An accelerator overlaps work by itself, so it prefetches in forward only with
+        ``forward_prefetch``. A host also prefetches without it, if this takes no more memory than
+        the step needs anyway: because backward prefetches, or because nothing is resharded before
+        backward. For the same reason a host does not reshard the units with which backward begins.
+        An accelerator does, because the loss may need the memory, and all-gathers them again after
+        it.
         """
         host = not self.runs_ahead
         before = unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
@@ -226,10 +227,11 @@ class Policy:
 
     @functools.cached_property
     def reduces_at_once(self) -> bool:
-        """True if gradients are reduced as they arrive: an accelerator overlaps that itself.
+        """True if gradients are reduced as they arrive, since an accelerator overlaps that by
+        itself.
 
-        A host waits for the next event of the backward. By then autograd has let go of the full
-        gradients, and the memory that the reduce takes is theirs.
+        A host waits for the next event of the backward. By then autograd has released the full
+        gradients, and the reduce can use their memory.
         """
         return self.runs_ahead
 

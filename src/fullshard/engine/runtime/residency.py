@@ -27,7 +27,7 @@ from .unit import State, Unit
 
 
 class Reason(Enum):
-    """Why a unit's full parameters are there, or on their way."""
+    """The reason why a unit is unsharded, or being unsharded."""
 
     #: The unit is sharded, or ``summon_full_params`` shows its parameters.
     NONE = auto()
@@ -48,7 +48,7 @@ class Reason(Enum):
 
 
 class Residency:
-    """Why one unit is unsharded, and what its parameters' versions were when that began.
+    """The reason why one unit is unsharded, and its parameters' versions when that began.
 
     The transitions, by what happens to the unit. A pinned unit stays pinned whoever else uses it,
     until a backward keeps it or it is resharded.
@@ -121,9 +121,9 @@ class Residency:
         return self.requested_versions is not None
 
     def serves_next_pass(self, versions: Callable[[], list[int]], any_changed: bool) -> bool:
-        """True if a pass that begins may use what is there.
+        """True if a pass that begins may use the full parameters that are there.
 
-        What waits for a backward that never came must be all-gathered again.
+        Parameters that were left for a backward that never came must be all-gathered again.
 
         ``versions`` returns those of the unit's parameters now; ``any_changed`` says whether
         parameters of any unit changed since the last backward.

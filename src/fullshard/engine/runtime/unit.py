@@ -54,7 +54,7 @@ class Unit(UnitBase):
         return versions is not None and versions != self.versions()
 
     def lends(self, tensor: torch.Tensor) -> bool:
-        """True if ``tensor`` lies in memory that goes when the full parameters go."""
+        """True if ``tensor`` lies in the full buffers, and so is lost when they are released."""
         return any_holds(self.full_buffers, tensor)
 
     def made(self, tensor: torch.Tensor) -> bool:
@@ -62,7 +62,7 @@ class Unit(UnitBase):
         return tensor.grad_fn is not None and not (is_handed_out(tensor) or self.lends(tensor))
 
     def forget_views(self) -> None:
-        """Drop what was derived from buffers that no longer exist."""
+        """Drop autograd nodes that were made from buffers that no longer exist."""
         self._nodes.clear()
 
     # -- unsharding and resharding ------------------------------------------------------------
@@ -153,7 +153,7 @@ class Unit(UnitBase):
         self.state = State.UNSHARDED
 
     def _copy_out(self) -> None:
-        """Copy what was all-gathered to where parameters read it, and decode what was encoded."""
+        """Copy, or decode, all-gathered data into the full parameters."""
         with torch.no_grad():
             held = self.parts.held if self.parts is not None else []
             for filled in held or self.full_buffers:

@@ -201,9 +201,11 @@ class UnitState:
         """
         unit = self.unit
         shape = full.shape if distribution is None else distribution.shape
-        if isinstance(
-            config, ShardedStateDictConfig | ShardedOptimStateDictConfig
-        ) and sharded_tensors.has_rows(shape):
+        if (
+            isinstance(config, ShardedStateDictConfig | ShardedOptimStateDictConfig)
+            and sharded_tensors.has_rows(shape)
+            and (distribution is not None or self._saves_chunks(config._use_dtensor))
+        ):
             local = sharded_tensors.chunk(full, unit.shards, config.offload_to_cpu)
             if distribution is not None:
                 return as_joint_dtensor(local, unit, distribution)
@@ -215,6 +217,14 @@ class UnitState:
             full = distribution.whole(full.to(unit.device))
         device = torch.device("cpu") if config.offload_to_cpu else full.device
         return full.detach().to(device, copy=True)
+
+    def _saves_chunks(self, use_dtensor: bool) -> bool:
+        """True if each rank saves a chunk of rows in a sharded state dict.
+
+        A single rank saves plain tensors, which need no process group to be loaded, unless there
+        is a device mesh.
+        """
+        return self.unit.world_size > 1 or self.mesh is not None or use_dtensor
 
     def _mesh_for(self, use_dtensor: bool) -> Any:
         """The mesh that the user gave, or one over the unit's ranks if DTensors are asked for."""
