@@ -62,8 +62,7 @@ def plan(
         )
     option = "fit" if timing.fit is not None else "device-memory"
     device_memory = timing.fit if timing.fit is not None else device_memory
-    asked = "device-memory" if timing.fit is None else "fit"
-    limit = None if device_memory is None else bytes_of_device(device_memory, asked)
+    limit = None if device_memory is None else bytes_of_device(device_memory, option)
     if timing.picture is not None and timing.picture.suffix not in (".html", ".json", ".png"):
         raise BadInput(f"--picture expects .html, .json or .png, but got {str(timing.picture)!r}")
     model = values.get("model", "")
