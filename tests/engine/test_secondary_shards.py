@@ -240,9 +240,10 @@ def _crossing(group: Any, communication: Communication | None) -> int:
 
 
 @with_both_apis
+@pytest.mark.parametrize("hosts", ["aabb", "abab", "aaab", "abbc"])
 @ranks(4)
-def test_gradients_are_added_up_inside_hosts_and_encoded_once(api: str) -> None:
-    os.environ[HOST_VARIABLE] = f"host {dist.get_rank() // 2}"
+def test_gradients_are_added_up_inside_hosts_and_encoded_once(api: str, hosts: str) -> None:
+    os.environ[HOST_VARIABLE] = hosts[dist.get_rank()]
     each = []
     for rank in range(4):
         alone = _one_rank_uses_one(rank)
@@ -268,7 +269,7 @@ def test_gradients_are_added_up_inside_hosts_and_encoded_once(api: str) -> None:
         if gradient is not None:
             total = sum(of_rank[name] for of_rank in each if name in of_rank)
             off = (gradient.view_as(total) - total / 4).abs().max()
-            # The sum of the other host's two ranks is encoded, and the mean is over four.
+            # The sum of each other host's ranks is encoded, and the mean is over four.
             assert off <= largest * (1 / 254 + 2**-20) / 4 + 1e-5 * largest, name
 
 
@@ -307,6 +308,28 @@ def test_backends_that_do_not_look_at_hosts_add_up_inside_them_first(dtype: torc
     assert received.total == pytest.approx(2 * 4 * numel + messages, rel=0.02)
 
 
+@pytest.mark.parametrize("hosts", ["aaab", "abab"])
+@ranks(4)
+def test_backends_that_do_not_look_at_hosts_send_everything_where_hosts_differ(hosts: str) -> None:
+    os.environ[HOST_VARIABLE] = hosts[dist.get_rank()]
+    try:
+        group = Group(dist.new_group(range(4)), device().type)
+        generator = torch.Generator().manual_seed(0)
+        everything = torch.randn(4, 4 * 100, generator=generator).to(device())
+        present = torch.ones(1, dtype=torch.uint8, device=device())
+        output = torch.empty(100, device=device())
+
+        encoding = BlockEncoding(torch.int8, 100)
+        own = everything[group.rank].clone()
+        group.start_encoded_reduce(output, own, present, encoding, "unit")()
+    finally:
+        del os.environ[HOST_VARIABLE]
+
+    parts = everything[:, group.rank * 100 : (group.rank + 1) * 100]
+    bound = float(parts.abs().amax(1).sum()) / 254 + 1e-5
+    assert float((output - parts.sum(0)).abs().max()) <= bound
+
+
 def _one_rank_uses_one(rank: int) -> Any:
     """The model as a rank has it: the second one alone uses the skipped weight, of one block."""
     model: Any = build()
@@ -329,6 +352,33 @@ def test_on_one_host_second_shards_of_its_ranks_change_nothing(api: str) -> None
     ]
     assert not any(unit is not None and unit.parts is not None for unit in units)
     assert all(gradient is not None for gradient in gradients_of(model).values())
+
+
+@with_both_apis
+@pytest.mark.parametrize("hosts", ["abab", "aaab"])
+@ranks(4)
+def test_hosts_that_do_not_follow_each_other_evenly_are_refused_second_shards(
+    api: str, hosts: str
+) -> None:
+    os.environ[HOST_VARIABLE] = hosts[dist.get_rank()]
+    communication = Communication(secondary_shards=True)
+    try:
+        group = dist.new_group()
+        mesh = dist.device_mesh.DeviceMesh.from_group(group, device().type)
+        model = build()
+        applied: dict[str, Any] = {
+            "wrapper": lambda: FullyShardedDataParallel(model, group, communication=communication),
+            "fully_shard": lambda: fullshard.fully_shard(
+                model, mesh=mesh, communication=communication
+            ),
+        }
+        with pytest.raises(ValueError, match="expects hosts with equally many ranks"):
+            applied[api]()
+    finally:
+        del os.environ[HOST_VARIABLE]
+
+    for found, expected in zip(model.parameters(), build().parameters(), strict=True):
+        assert torch.equal(found, expected)
 
 
 @ranks(2)

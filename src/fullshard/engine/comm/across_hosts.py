@@ -65,7 +65,8 @@ class AcrossHosts:
     def gather(self, output: torch.Tensor, piece: torch.Tensor) -> PendingWork:
         """Start filling ``output`` with all ranks' pieces; neighbours share when it is waited for.
 
-        So hosts exchange while the caller computes.
+        So hosts exchange while the caller computes. The ranks of a host have to wait for their
+        all-gathers, and start what else is here, in the same order: neighbours wait for each other.
         """
         rows = output.view(self._size, piece.numel())
         sent = piece.repeat(len(self._relays)) if len(self._relays) > 1 else piece

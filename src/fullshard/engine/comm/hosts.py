@@ -59,6 +59,16 @@ class Hosts:
         return len(set(self.of_ranks))
 
     @functools.cached_property
+    def ranks_per_host(self) -> int | None:
+        """The number of ranks on each host; None if they differ, or are not one host after another.
+
+        Ranks of host 0 come first then, those of host 1 next, and so on.
+        """
+        size, each = len(self.of_ranks), self.of_ranks.count(self.of_ranks[0])
+        in_order = self.of_ranks == tuple([rank // each for rank in range(size)])
+        return each if in_order and size % each == 0 else None
+
+    @functools.cached_property
     def _ranks(self) -> tuple[tuple[int, ...], ...]:
         """The ranks on each host."""
         found: list[list[int]] = [[] for _ in range(self.count)]

@@ -41,12 +41,11 @@ def neighbours_in(group: Any, asked: bool | int) -> Any | None:
 
 
 def _ranks_per_host(group: Any) -> int:
-    hosts = hosts_of(group).of_ranks
-    count = hosts.count(hosts[0])
-    if list(hosts) != [rank // count for rank in range(len(hosts))]:
+    hosts = hosts_of(group)
+    if hosts.ranks_per_host is None:
         raise ValueError(
             "secondary_shards=True expects hosts with equally many ranks, one host after another, "
-            f"but the ranks that share parameters are on hosts {list(hosts)}: pass the number of "
-            "neighbouring ranks"
+            f"but the ranks that share parameters are on hosts {list(hosts.of_ranks)}: pass the "
+            "number of neighbouring ranks"
         )
-    return count
+    return hosts.ranks_per_host

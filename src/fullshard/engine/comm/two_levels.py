@@ -32,10 +32,8 @@ class TwoLevels:
         """
         if not isinstance(group, dist.ProcessGroup):
             return None
-        hosts = hosts_of(group).of_ranks
-        size, per_host = len(hosts), hosts.count(hosts[0])
-        even = list(hosts) == [rank // per_host for rank in range(size)]
-        if not even or per_host in (1, size):
+        size, per_host = group.size(), hosts_of(group).ranks_per_host
+        if per_host in (None, 1, size):
             return None
         ranks = dist.get_process_group_ranks(group)
         inside = [ranks[first : first + per_host] for first in range(0, size, per_host)]
