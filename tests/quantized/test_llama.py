@@ -116,6 +116,35 @@ def test_adapters_learn_bit_for_bit_what_they_learn_in_one_process(how: str, kin
         )
 
 
+@both_ways
+@ranks(2)
+def test_muon_steps_whole_adapters_and_goes_on_from_a_checkpoint(how: str) -> None:
+    def muon(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Muon(parameters, lr=0.02)
+
+    def is_matrix(name: str, parameter: torch.Tensor) -> bool:
+        return parameter.dim() == 2
+
+    folder = on_all_ranks()
+    bare = with_adapters(folder / "base")
+    expected = muon(parameter for parameter in bare.parameters() if parameter.requires_grad)
+    for first in (0, 2):
+        model = shard(with_adapters(folder / "base"), how)
+        optimizer = fullshard.optim.whole(muon, model, select=is_matrix)
+        if first:
+            fullshard.load(folder / "checkpoint", model, optimizer)
+        for step in (first, first + 1):
+            losses = []
+            for network, each in ((model, optimizer), (bare, expected)):
+                loss = network(input_ids=tokens(step), labels=tokens(step)).loss
+                each.zero_grad()
+                loss.backward()
+                each.step()
+                losses.append(loss.item())
+            assert losses[0] == losses[1]
+        fullshard.save(folder / "checkpoint", model, optimizer)
+
+
 @ranks(2)
 def test_a_trained_model_is_saved_loaded_by_transformers_and_merged() -> None:
     folder = on_all_ranks()
