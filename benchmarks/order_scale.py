@@ -104,6 +104,8 @@ class Rank:
         self.store = Counted(dist.TCPStore("127.0.0.1", port, is_master=False))
         self.number = number
         self.agreement = Agreement(self.store, number, ranks)
+        # As without a launcher: whoever waits asks the first rank's process before its store.
+        self.agreement.inquiry.store_ends_with_first = True
         self.plane: Any = SameProgram()
         self.agreement._announcements = self.plane  # type: ignore[assignment]
         self.address = own_mailbox("127.0.0.1").open_for(self.agreement)
