@@ -180,7 +180,7 @@ class _Joined:
             return
         if len(args) > 1 or kwargs:
             raise RuntimeError(
-                f"{type(optimizer).__name__} got a closure inside of Join, but all ranks take part "
+                f"{type(optimizer).__name__} got a closure inside Join, but all ranks take part "
                 "in its step, also those that have run out of data, and these have no closure. Run "
                 "forward and backward before the step"
             )

@@ -86,7 +86,7 @@ def test_what_ranks_without_data_cannot_follow_raises_on_all_of_them(
 ) -> None:
     model, optimizer = wrap(use_orig_params=True)
     batches = [3, 1, 2]
-    with pytest.raises(RuntimeError, match="inside of Join, while some ranks have run out of data"):
+    with pytest.raises(RuntimeError, match="inside Join, while some ranks have run out of data"):
         run_and_then(model, optimizer, batches, operation)
 
     # Nothing is left of the context: other models of the same ranks train and are saved.

@@ -482,5 +482,5 @@ def test_a_closure_inside_of_join_is_refused() -> None:
         with Join([model], optimizer=optimizer):
             optimizer.step(lambda: train_step(model, 0))
 
-    with pytest.raises(RuntimeError, match="got a closure inside of Join"):
+    with pytest.raises(RuntimeError, match="got a closure inside Join"):
         closed()

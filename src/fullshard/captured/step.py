@@ -38,8 +38,8 @@ _HINTS = (
     ("seed", "pass preserve_rng_state=False to checkpoint()"),
     (
         "captur",
-        "the step has the host wait for the device (.item(), float(loss), print, if on a tensor, "
-        "data that is copied from the host): do that outside, with what the step returns",
+        "the step makes the host wait for the device (.item(), float(loss), print, if on a tensor, "
+        "data that is copied from the host): do that outside, with the step's results",
     ),
 )
 

@@ -87,8 +87,9 @@ class Communication:
         given = self._unit.options.communication
         if given is not None and given.encodes:
             raise NotImplementedError(
-                f"{call} of unit {self._unit.name!r}, which has communication={given!r}: what is "
-                "sent encoded is sent by the engine, in memory of its own. Leave one of them out"
+                f"{call} of unit {self._unit.name!r}, which has communication={given!r}: "
+                "encoded communication uses the engine's own collectives and memory. Leave one of "
+                "them out"
             )
 
     def _check_own(self, call: str) -> None:

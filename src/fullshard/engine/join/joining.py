@@ -66,8 +66,8 @@ class _Channel:
         _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
         if store is None:
             raise RuntimeError(
-                "Join needs a process group made by torch.distributed, by whose store ranks "
-                f"without data are told what to do; got {group!r}"
+                "Join needs a process group made by torch.distributed, since ranks with data "
+                f"instruct those without through its store; got {group!r}"
             )
         self._store = store
         self._agreement = agreement_for(group)
@@ -268,7 +268,7 @@ class Joining:
         """Say that an optimizer has stepped, and ``since`` a backward with what gradients."""
         if since in (Since.CHANGED, Since.ZEROED):
             self._say_refused(
-                "Gradients were changed between backward and the optimizer's step, inside of Join, "
+                "Gradients were changed between backward and the optimizer's step, inside Join, "
                 "while some ranks have run out of data: they have gradients of their own, and "
                 "follow model.clip_grad_norm_ only. Clip with that, not with "
                 "torch.nn.utils.clip_grad_norm_; scale the loss instead of gradients; or pass "
@@ -365,9 +365,9 @@ class Joining:
         if verb.startswith(_FOLLOWED):
             return
         self._say_refused(
-            f"{verb!r} of {unit!r} inside of Join, while some ranks have run out of data: they "
+            f"{verb!r} of {unit!r} inside Join, while some ranks have run out of data: they "
             "follow forward, backward, clip_grad_norm_ and the steps of the optimizers given to "
-            "Join. Do it outside of the context, or pass throw_on_early_termination=True"
+            "Join. Do it outside the context, or pass throw_on_early_termination=True"
         )
 
     def _say_refused(self, message: str) -> NoReturn:

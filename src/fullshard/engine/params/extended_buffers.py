@@ -52,9 +52,9 @@ class _Extended:
         if kinds != known:
             if self.full is not None:
                 raise RuntimeError(
-                    f"{type(local).__name__}.fsdp_pre_all_gather gave tensors that are gathered "
-                    f"into {kinds}, but before into {known}: the full parameter lies in those. "
-                    "Give the same shapes and dtypes each time"
+                    f"{type(local).__name__}.fsdp_pre_all_gather returned tensors that are "
+                    f"gathered into {kinds}, but the full parameter was made from {known}. Return "
+                    "the same shapes and dtypes each time"
                 )
             self.gathered = [torch.empty(s, dtype=d, device=device) for d, s in kinds]
             self._note([known.untyped_storage() for known in self.gathered], [])

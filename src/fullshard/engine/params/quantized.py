@@ -212,9 +212,9 @@ def _refuse_to_cast_bias(module: Any, inputs: Any) -> None:
     if bias.dtype != compute:
         raise RuntimeError(
             f"A {type(module).__name__} with a bias in {bias.dtype} computes in {compute}, and "
-            "would replace the bias by a cast one, which no longer follows the sharded one. Have "
-            f"the bias in {compute} (mixed_precision's param_dtype, or bias.to before wrapping), "
-            "or the module compute in its dtype (bnb_4bit_compute_dtype)"
+            "would replace the bias by a cast copy, which is not updated with the sharded one. "
+            f"Convert the bias to {compute} (mixed_precision's param_dtype, or bias.to before "
+            "wrapping), or let the module compute in its dtype (bnb_4bit_compute_dtype)"
         )
 
 

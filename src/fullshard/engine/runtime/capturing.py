@@ -70,7 +70,7 @@ def obstacle(units: Iterable[Unit]) -> str | None:
                 "after which ranks vote on the host"
             )
         if unit.joining is not None:
-            return f"unit {unit.name!r} runs inside of Join, which asks ranks for data on the host"
+            return f"unit {unit.name!r} runs inside Join, for which ranks communicate on the host"
     return None
 
 
