@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 import warnings
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fullshard.testing import device, run_on_ranks
 
@@ -40,6 +41,18 @@ def sum_over_a_mesh() -> float:
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("rows", "columns"))
     ones = DTensor.from_local(torch.ones(2, device=device()), mesh["rows"], [Shard(0)])
     return ones.sum().full_tensor().item()  # type: ignore[attr-defined]
+
+
+def redistribute_over_a_mesh() -> None:
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("rows", "columns"))
+    whole = torch.ones(4, 4, device=device())
+    rows = distribute_tensor(whole, mesh["columns"], [Shard(0)])
+    (rows + rows).redistribute(placements=[Replicate()])
+
+
+def number_of_gloo_loops() -> int:
+    names = (each.read_text() for each in Path("/proc/self/task").glob("*/comm"))
+    return sum(name.startswith("gloo_tcp_loop") for name in names)
 
 
 def number_of_groups() -> int:
@@ -114,3 +127,13 @@ def test_code_that_reads_torchruns_environment_can_make_its_own_group() -> None:
 def test_a_mesh_of_the_same_ranks_is_not_taken_for_that_of_the_run_before() -> None:
     assert run_on_ranks(4, sum_over_a_mesh) == [4.0] * 4
     assert run_on_ranks(4, sum_over_a_mesh) == [4.0] * 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_groups_of_meshes_end_with_the_run_although_torch_caches_plans_over_them() -> None:
+    """Each that is left has a thread that wakes up a hundred times a second."""
+    before = run_on_ranks(4, number_of_gloo_loops)
+
+    run_on_ranks(4, redistribute_over_a_mesh)
+
+    assert run_on_ranks(4, number_of_gloo_loops) == before

@@ -8,7 +8,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -82,6 +82,7 @@ def destroy_extra_groups() -> None:
     for group in extra:
         dist.destroy_process_group(group)
     if extra:
+        _forget_meshes()
         # An unreachable model that is not collected yet keeps its process groups alive, each with
         # threads that wake up a hundred times a second.
         extra.clear()
@@ -137,15 +138,31 @@ def _reset_torch() -> None:
 def _forget_meshes() -> None:
     """Clear DTensor's caches, which refer to meshes whose process groups are destroyed.
 
-    The caches are keyed by the ranks of a mesh, which the next mesh may share. Each thread has a
-    cache of its own, and so has autograd's thread for a GPU.
+    Some are keyed by the ranks of a mesh, which the next mesh may share; all of them keep process
+    groups alive. Each thread has a cache of its own, and so has autograd's thread for a GPU.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
+    for clear in _clearing_functions():
+        clear()
     if device().type != "cpu":
         probe = torch.zeros((), device=device(), requires_grad=True)
         probe.register_hook(lambda _: _clear_sharding_prop_cache())
         probe.clone().backward()
+
+
+def _clearing_functions() -> Iterator[Callable[[], Any]]:
+    """Find what empties the caches of redistribution, which torch names differently by version."""
+    from torch.distributed.tensor import _collective_utils, _redistribute
+
+    owners = [_redistribute, _collective_utils, getattr(_collective_utils, "MeshTopoInfo", None)]
+    for owner in owners:
+        for name, value in vars(owner).items() if owner is not None else ():
+            function = getattr(value, "__func__", value)
+            if name == "clear_redistribute_planner_cache":
+                yield value
+            elif hasattr(function, "cache_clear"):
+                yield function.cache_clear
