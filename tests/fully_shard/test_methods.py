@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fullshard
+from fullshard.per_parameter import meshes
 from fullshard.testing import device, ranks
 
 
@@ -387,3 +388,21 @@ def test_a_step_that_raised_is_reset() -> None:
     forward_loss(other, 1).backward()
     torch.testing.assert_close(told(model.head.weight.grad)[-1], told(other.head.weight.grad)[-1])
     assert len(expected.losses) == 1
+
+
+@ranks(2)
+def test_a_build_of_torch_for_gpus_shards_on_the_host_where_there_is_no_gpu() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("there is an accelerator here")
+
+    def built_for_gpus(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "current_accelerator", built_for_gpus)
+        patch.setattr(meshes, "_over_all", {})
+        model = fullshard.fully_shard(build())
+
+    parameter = next(model.parameters())
+    assert isinstance(parameter, DTensor)
+    assert parameter.device_mesh.device_type == "cpu"

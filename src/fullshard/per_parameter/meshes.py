@@ -157,7 +157,7 @@ def _mesh_over_all(name: str | None) -> DeviceMesh:
     world: Any = dist.group.WORLD
     known = _over_all.get(name)
     if known is None or known[0] is not world or not is_alive(known[1]):
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         kind = "cpu" if accelerator is None else accelerator.type
         names = None if name is None else (name,)
         mesh = init_device_mesh(kind, (world.size(),), mesh_dim_names=names)
