@@ -32,7 +32,10 @@ class ForwardCall:
 
 
 class StepState:
-    """The progress of one unit through a forward and a backward."""
+    """The progress of one unit through a forward and a backward.
+
+    A record without decisions: ``forward.py`` and ``backward.py`` write it, and nobody else does.
+    """
 
     __slots__ = (
         "active",
@@ -74,11 +77,11 @@ class StepState:
         return side_outputs
 
     def learn_who_tells(self, holds_reentrant_checkpoint: bool) -> None:
-        """Note whether parameters are needed after their gradients: by a reentrant checkpoint."""
+        """Note whether a reentrant checkpoint needs parameters after their gradients are there."""
         self.inputs_tell = self.held = holds_reentrant_checkpoint
 
     def hold_if_nobody_tells(self) -> None:
-        """No input has a gradient: hold the unit if its inputs' gradients were to tell."""
+        """No input has a gradient: if those would have told the unit's end, hold the unit."""
         self.held = bool(self.inputs_tell)
 
     def close(self) -> None:
