@@ -109,7 +109,7 @@ class FlatParamHandle(Presentation, WriteBack, Conversion):
         compute = self.dtypes.compute
         names = [places[0].path for places in self.places]
         shapes = [p.shape for p in self.params]
-        check_uniform(self.params, use_orig_params)
+        check_uniform(self.params, names, use_orig_params)
         self.layout = Layout.pack(
             names,
             shapes,
