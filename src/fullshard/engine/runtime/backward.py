@@ -100,7 +100,7 @@ class Backward:
         return since_pass
 
     def follow(self, joining: Joining | None) -> None:
-        """Tell ranks that have run out of data what is done, or no longer."""
+        """Send what is done to the ranks that have run out of data; None: send it no longer."""
         self._joining = joining
 
     # -- what autograd tells ------------------------------------------------------------------
