@@ -12,11 +12,17 @@ if TYPE_CHECKING:
 
 
 class ForwardCall:
-    """One forward of a unit whose backward is known to end when its inputs have gradients."""
+    """One forward of a unit whose backward is known to end when its inputs have gradients.
 
-    __slots__ = ("__weakref__", "asking", "reached_in")
+    ``birth``: no input has one. Then autograd runs what is left of this forward before it runs the
+    unit's node, which is as old as the unit's last forward: not if another forward came since.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("__weakref__", "asking", "birth", "reached_in")
+
+    def __init__(self, birth: int | None = None) -> None:
+        self.birth = birth
+        #: The number of the backward that has reached this forward's outputs.
         self.reached_in = -1
         #: The hooks on inputs. Inputs may outlive this forward's graph (leaves, and parameters of
         #: other units, do), so the hooks are removed with the graph.
@@ -58,7 +64,8 @@ class StepState:
         self.side_outputs: SideOutputs | None = None
         #: The graph task in which a gradient reached the unit's output; None when closed.
         self.task: int | None = None
-        #: Calls whose outputs were reached and whose inputs were not, see ``Backward._close``.
+        #: Calls whose outputs were reached and whose inputs were not, see ``Backward._close``; and
+        #: those without such inputs that were not the last: they end with the backward.
         self.open_calls = 0
         #: Whether the running backward has computed gradients of its parameters.
         self.received = False
