@@ -97,7 +97,7 @@ def settling_time(count: int = 200_000) -> float:
     cycle = [Operation("forward", "root"), *[operation] * 25]
     for _ in range(3):
         for each in cycle:
-            agreement.settle(each, begins_pass=each.verb == "forward")
+            agreement.check(each, begins_pass=each.verb == "forward")
     started = time.perf_counter()
     for number in range(count):
         each = cycle[number % len(cycle)]
@@ -106,7 +106,7 @@ def settling_time(count: int = 200_000) -> float:
         if expected.operation == each:
             order.position = expected
         else:
-            agreement.settle(each, begins_pass=each.verb == "forward")
+            agreement.check(each, begins_pass=each.verb == "forward")
     return 1e6 * (time.perf_counter() - started) / count
 
 

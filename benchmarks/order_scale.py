@@ -90,11 +90,11 @@ class SameProgram:
 
 def settle_step(agreement: Agreement) -> None:
     """All operations of a step: a forward and a backward of 100 units."""
-    agreement.settle(("forward", "(root)", 0), True)
+    agreement.check(("forward", "(root)", 0), True)
     for verbs in (("gather", "run"), ("gather", "reduce")):
         for unit in range(UNITS):
             for verb in verbs:
-                agreement.settle((verb, f"layers.{unit}", 1000 + unit), False)
+                agreement.check((verb, f"layers.{unit}", 1000 + unit), False)
 
 
 class Rank:
@@ -121,7 +121,7 @@ class Rank:
 
     def evaluate(self) -> None:
         """A pass that nobody expects: all ranks meet at the store."""
-        self.agreement.settle(("evaluation", "(root)", 0), True)
+        self.agreement.check(("evaluation", "(root)", 0), True)
 
     def wait_for_slow(self) -> None:
         if self.number == 0:
@@ -132,7 +132,7 @@ class Rank:
 
     def disagree(self) -> None:
         """Rank 1 is about to do something else; all others wait for it."""
-        settle, message = self.agreement.settle, ""
+        settle, message = self.agreement.check, ""
         try:
             if self.number == 1:
                 settle(("gather", "layers.7", 1), False)

@@ -190,7 +190,7 @@ REDUCE_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class Communication:
-    """How ranks send each other less: in fewer bits, and over fewer ranks.
+    """Options that reduce communication: fewer bits per number, all-gathers over fewer ranks.
 
     ``all_gather_dtype``
         Parameters are all-gathered in 8 bits, ``torch.int8`` or ``torch.float8_e4m3fn``, with a

@@ -254,8 +254,22 @@ def test_groups_are_made_by_dtype_and_by_trainability() -> None:
 
 @ranks(2)
 def test_without_original_parameters_dtypes_must_be_the_same() -> None:
-    with pytest.raises(ValueError, match="uniform dtype"):
+    told = "got torch.float64 and torch.bfloat16 and torch.float32 .'layers.0.weight', "
+
+    with pytest.raises(ValueError, match=told):
         wrap(make(MixedDtypes), use_orig_params=False)
+
+
+@ranks(2)
+def test_an_integer_parameter_needs_original_parameters_and_the_error_names_it() -> None:
+    counts = nn.Parameter(torch.arange(5, device=device()), requires_grad=False)
+    module = nn.ParameterDict({"counts": counts})
+
+    with pytest.raises(ValueError, match=r"'counts' is torch\.int64\. Pass use_orig_params=True"):
+        wrap(module, use_orig_params=False)
+    model = wrap(module, use_orig_params=True)
+
+    assert model.state_dict()["counts"].tolist() == [0, 1, 2, 3, 4]
 
 
 @with_each_strategy

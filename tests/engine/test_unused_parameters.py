@@ -7,7 +7,7 @@ from hypothesis import example, given, strategies
 
 from fullshard.engine.params.buffers import ReduceBuffer
 from fullshard.engine.params.layout import Layout
-from fullshard.engine.params.unused_parameters import Marks, Presence, piece_starts
+from fullshard.engine.params.unused_parameters import Marks, UsedParameterMarks, piece_starts
 from fullshard.testing import device
 
 
@@ -49,12 +49,12 @@ def test_every_ranks_piece_of_a_present_gradient_is_marked_and_no_absent_one(
 
 def test_marks_of_a_device_leave_what_they_mark_as_it_is() -> None:
     layout = layout_of([7, 3, 11], 2)
-    presence = Presence(layout, torch.float32, device())
+    marks = UsedParameterMarks(layout, torch.float32, device())
     flat = torch.randn(layout.padded_numel, device=device())
     before = flat.clone()
 
-    presence.mark(flat, None)
-    presence.mark(flat, (True, False, True))
+    marks.mark(flat, None)
+    marks.mark(flat, (True, False, True))
 
     torch.testing.assert_close(flat, before, rtol=0, atol=0)
 

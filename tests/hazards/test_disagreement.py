@@ -343,7 +343,7 @@ def test_ranks_that_are_gone_are_waited_for_as_long_as_the_group_says() -> None:
         patience(0.2),
         pytest.raises(RanksDisagreeError, match=r"1 of 2 have. The others .* or gone"),
     ):
-        alone.settle(("forward", "(root)", 0), begins_pass=True)
+        alone.check(("forward", "(root)", 0), begins_pass=True)
 
 
 @ranks(2)

@@ -39,12 +39,12 @@ def watched_agreement(
     for _ in range(3):
         begin(agreement)
         for operation in GATHERS:
-            agreement.settle(operation)
+            agreement.check(operation)
     return agreement, group, watcher
 
 
 def begin(agreement: Agreement) -> None:
-    agreement.settle(Operation("forward", "(root)"), begins_pass=True)
+    agreement.check(Operation("forward", "(root)"), begins_pass=True)
 
 
 def issue(agreement: Agreement, group: Any) -> torch.Tensor:
@@ -61,12 +61,12 @@ def test_a_rank_that_runs_ahead_raises_at_its_next_operation() -> None:
     named = r"rank 0: .*'layers\.0'.*rank 1: .*'layers\.2'"
     if dist.get_rank() == 0:
         # As known: starts without asking, then computes until the watcher has found out.
-        agreement.settle(GATHERS[0])
+        agreement.check(GATHERS[0])
         issue(agreement, group)
         watcher.join(timeout=20)
         assert not watcher.is_alive()
     with patience(PATIENCE), pytest.raises(RanksDisagreeError, match=named):
-        agreement.settle(GATHERS[1 if dist.get_rank() == 0 else 2])
+        agreement.check(GATHERS[1 if dist.get_rank() == 0 else 2])
 
 
 @ranks(3)
@@ -77,7 +77,7 @@ def test_a_rank_that_computes_for_long_is_waited_for() -> None:
         time.sleep(3)
     # Not the known order, so that all must meet; but all do the same.
     for operation in reversed(GATHERS):
-        agreement.settle(operation)
+        agreement.check(operation)
     assert watcher.is_alive()
 
 
@@ -87,10 +87,10 @@ def test_a_collective_for_which_nobody_comes_for_long_completes_when_it_comes() 
     begin(agreement)
     if dist.get_rank() == 2:
         time.sleep(5 * PATIENCE)
-    agreement.settle(GATHERS[0])
+    agreement.check(GATHERS[0])
     tensor = issue(agreement, group)
     agreement.issued.wait()
-    agreement.settle(GATHERS[1])
+    agreement.check(GATHERS[1])
     assert tensor.tolist() == [3.0] * 3
     assert watcher.is_alive()
 
@@ -126,7 +126,7 @@ def test_a_collective_that_failed_is_one_for_which_others_are_looked_for() -> No
 def test_a_rank_that_ends_with_an_error_is_missed_before_patience_ends() -> None:
     agreement, group, watcher = watched_agreement(patience=20)
     begin(agreement)
-    agreement.settle(GATHERS[0])
+    agreement.check(GATHERS[0])
     if dist.get_rank() == 0:
         started, said = time.monotonic(), io.StringIO()
         with contextlib.redirect_stderr(said):

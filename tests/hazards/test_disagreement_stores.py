@@ -112,11 +112,11 @@ def test_who_waits_for_long_never_waits_at_the_store_in_vain() -> None:
 
     def come_late() -> None:
         time.sleep(1.0)
-        late.settle(("gather", "unit", 3))
+        late.check(("gather", "unit", 3))
 
     thread = threading.Thread(target=come_late)
     with patience(0.1):
         thread.start()
-        Agreement(early, rank=0, world_size=2).settle(("gather", "unit", 3))
+        Agreement(early, rank=0, world_size=2).check(("gather", "unit", 3))
     thread.join()
     assert early.waits == 0

@@ -69,9 +69,9 @@ def members() -> tuple[list[Counting], list[Agreement]]:
 
 
 def step(agreement: Agreement) -> None:
-    agreement.settle(("forward", "(root)", 0), begins_pass=True)
+    agreement.check(("forward", "(root)", 0), begins_pass=True)
     for unit in range(3):
-        agreement.settle(("gather", f"layers.{unit}", 8))
+        agreement.check(("gather", f"layers.{unit}", 8))
 
 
 def everybody(agreements: list[Agreement], act: Callable[[Agreement], None]) -> None:

@@ -140,6 +140,37 @@ def test_forwards_that_no_backward_follows_leave_nothing_behind(
     compare(step_of=step_of, sharding_strategy=strategy, use_orig_params=use_orig_params)
 
 
+class FrozenBelow(nn.Module):
+    """A frozen norm between two units; behind them a trainable one, whose gradients come first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+        self.below = nn.LayerNorm(WIDTH)
+        self.second = Block()
+        self.behind = nn.LayerNorm(WIDTH)
+        nn.init.normal_(self.below.weight)
+        self.below.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.behind(self.second(self.below(self.first(x))))
+
+
+@EACH_STRATEGY
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
+@ranks(2)
+def test_frozen_parameters_stay_until_the_backward_of_each_forward_has_used_them(
+    strategy: ShardingStrategy, apart: bool
+) -> None:
+    def step_of(model: nn.Module, step: int) -> torch.Tensor:
+        losses = [model(inputs(step + n, 4, WIDTH)).pow(3).sum() for n in range(3)]
+        for loss in losses[:2] if apart else [losses[0] + losses[1]]:
+            loss.backward()
+        return losses[1]
+
+    compare(FrozenBelow, step_of, sharding_strategy=strategy, auto_wrap_policy=blocks_policy())
+
+
 @EACH_STRATEGY
 @ranks(2)
 def test_a_training_forward_whose_output_is_thrown_away_is_harmless(

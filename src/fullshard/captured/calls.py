@@ -64,7 +64,7 @@ class Calls:
         return self._eager_in_a_row == self.restless_after
 
     def since(self, kind: Hashable) -> int | None:
-        """How many other kinds without a graph came since this one did; None if it did not."""
+        """The number of other kinds without a graph called since this kind; None if it is new."""
         if kind not in self._counts:
             return None
         return next(i for i, each in enumerate(reversed(self._counts)) if each == kind)

@@ -44,7 +44,7 @@ class Kind(NamedTuple):
     surroundings: Hashable
 
     def differences(self, other: Kind) -> list[str]:
-        """In words, what differs."""
+        """The names of the fields in which two kinds differ."""
         pairs = zip(self._fields, self, other, strict=True)
         return [name.replace("_", " ") for name, mine, theirs in pairs if mine != theirs]
 
@@ -82,7 +82,7 @@ class Step:
             self._look_again()
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """An optimizer makes a step."""
+        """Note that an optimizer steps in this call."""
         self._deeds.append(f"a step of {type(optimizer).__name__}")
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._optimizers.get(optimizer) != count:
@@ -139,7 +139,7 @@ class Step:
         return obstacle(self._units) or self.leftover()
 
     def contradiction(self, kind: Kind) -> str | None:
-        """Why a replay could not stand for a call of this kind: the last one did something else."""
+        """Say how two calls of one kind did different things, so that no graph can replay both."""
         if len(self._done) > _KINDS_KEPT:
             del self._done[next(iter(self._done))]
         before = self._done.setdefault(kind, self._deeds)
@@ -183,7 +183,7 @@ def check_batch(leaves: Sequence[Any]) -> None:
 
 
 def obstacle_in(leaves: Sequence[Any]) -> str | None:
-    """Why a batch cannot be copied to where a graph reads it; None if it can."""
+    """Say why a batch cannot be copied to a graph's inputs; None if it can."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             if leaf.layout is not torch.strided:

@@ -286,7 +286,7 @@ class CapturedStep(Generic[Batch, Result]):
 
 
 def _device_of(leaves: list[Any]) -> torch.device | None:
-    """Where the step is captured: on the batch's GPU, or on the current one; None on a CPU."""
+    """The GPU that the step is captured on: the batch's, or the current one; None on a CPU."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda":
             return leaf.device

@@ -55,9 +55,10 @@ class WholeParameter:
         self.stand_in.fqn = self.name  # type: ignore[attr-defined]
 
     def note_made(self) -> None:
-        """The optimizer is made, and has no more need of a stand-in with the parameter's strides.
+        """Give the stand-in data that raises an error when read: the optimizer has been made.
 
-        To read the memory that there is not would end the process.
+        Until then the stand-in has the parameter's strides, and no memory behind them: reading it
+        would crash the process.
         """
         self._nothing = unreadable(self.shape, self.dtype, self.device)
         self.stand_in.data = self._nothing

@@ -79,7 +79,7 @@ def cut_everywhere(group: Group, votes: Iterable[tuple[str, bool]]) -> tuple[set
 
 
 def fact(leaf: Any) -> Any:
-    """What all ranks are told of a value, or of one inside a dict or list."""
+    """What is sent to all ranks for a state value: itself, or a tensor's shape and dtype."""
     if not isinstance(leaf, torch.Tensor):
         return copied(leaf)
     few = copied(leaf, torch.device("cpu")) if leaf.numel() <= _FEW else None

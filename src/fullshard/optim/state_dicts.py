@@ -76,9 +76,9 @@ def saved_state_dict(
 
 
 def _of_no_parameter(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What a few optimizers keep beside the state of parameters, such as a count of steps.
+    """The entries of an optimizer's state that belong to no parameter, such as a count of steps.
 
-    All rounds' optimizers have the same.
+    They are equal in the optimizers of all rounds.
     """
     return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 

@@ -30,7 +30,7 @@ _MEMBERS = ("params", "param_names")
 
 
 def made(make: Make, parameters: list[nn.Parameter], what: str) -> torch.optim.Optimizer:
-    """The optimizer that ``make`` makes for ``parameters``; it holds each of them once."""
+    """Call ``make`` for ``parameters``; check that its optimizer holds each of them once."""
     optimizer = make(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(

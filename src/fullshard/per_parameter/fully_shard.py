@@ -150,7 +150,7 @@ class Application:
         return module
 
     def _few_after_forward(self, data_parallel: DataParallelMesh) -> bool | int | None:
-        """What to reshard to after forward: secondary shards are those of a few ranks."""
+        """The number of ranks that share parameters after forward, if ``secondary_shards`` asks."""
         given = self.communication
         if given is not None:
             check_kind(given)

@@ -151,7 +151,7 @@ class _Twin:
                 stand_in.grad = gradient._local_tensor if type(gradient) is DTensor else gradient
 
     def around(self, argument: Any) -> Any:
-        """A closure that leaves gradients on the stand-ins as well; anything else as it is."""
+        """Wrap a closure so that the stand-ins get its gradients, too; return anything else."""
         if not callable(argument):
             return argument
         closure: Callable[[], Any] = argument

@@ -1,4 +1,4 @@
-"""Where parameters go: which dimension each is cut along, and over which ranks.
+"""The placement of parameters: the dimension that each is cut along, and the ranks.
 
 ``shard_placement_fn`` may name another mesh for some parameters of a module than for the others, as
 for experts. Each mesh gets a unit of its own; the units of one module run one inside the other.

@@ -1,4 +1,4 @@
-"""What ``fully_shard.state(module)`` gives: attributes of torch's state objects that others read.
+"""``fully_shard.state(module)``: those attributes of torch's state objects that others read.
 
 They are private names of torch's, which have no public counterpart. Torch's pipeline schedules read
 them to have the gradients of all microbatches reduced at the end of a step.

@@ -39,7 +39,7 @@ def segments(records: Iterable[Record], step: Step) -> list[Segment]:
 
 
 def segments_by_step(trace: RankTrace) -> list[list[Segment]]:
-    """What compute did during each step of a trace."""
+    """The segments of compute in each step of a trace."""
     spans = _spans(trace.records)
     found, taken, last = [], 0, list[Record]()
     for step in trace.steps:
@@ -52,7 +52,7 @@ def segments_by_step(trace: RankTrace) -> list[list[Segment]]:
 
 
 def _spans(records: Iterable[Record]) -> list[Record]:
-    """What occupied compute, by beginnings; what lies inside of something else comes after it."""
+    """The spans of compute by their beginnings; inner spans follow those around them."""
     spans = [record for record in records if record.what not in COLLECTIVES]
     return sorted(spans, key=lambda record: (record.started, -record.ended))
 

@@ -102,7 +102,7 @@ class Meter:
         return bool(self._state_sizes)
 
     def knows(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer's state is counted."""
+        """True if the optimizer's state is counted."""
         return optimizer in self._state_sizes
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -137,7 +137,7 @@ class Meter:
         )
 
     def sample_between(self, at: Mark) -> None:
-        """Likewise, where units neither begin nor end: only on a host, which counts in 2 µs."""
+        """Sample the memory between the events of units, on a host only, where that takes 2 µs."""
         if self._kind == "cpu":
             self.sample(at)
 

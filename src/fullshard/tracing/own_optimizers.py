@@ -66,7 +66,7 @@ class OwnOptimizers:
         self._stepping: list[tuple[torch.optim.Optimizer, Begun]] = []
 
     def has(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer has parameters of the units, or of modules in them."""
+        """True if the optimizer has parameters of the units, or of modules in them."""
         known = self._known.get(optimizer)
         if known is None:
             known = self._known[optimizer] = has_parameters_of(optimizer, self._units)
@@ -79,7 +79,7 @@ class OwnOptimizers:
         self._stepping.append((optimizer, begun))
 
     def end(self, optimizer: torch.optim.Optimizer) -> Begun | None:
-        """A step has ended: when it began; None for others, and inside of another one's step."""
+        """Note the end of a step; return when it began, or None inside another optimizer's step."""
         begun = self._forget(optimizer)
         return None if self._stepping else begun
 
@@ -92,7 +92,7 @@ class OwnOptimizers:
 
 
 def has_parameters_of(optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> bool:
-    """Whether an optimizer has parameters of some of the units, or of modules in them."""
+    """True if the optimizer has parameters of some units, or of modules in them."""
     handles = [handle for unit in units for handle in unit.handles]
     own = {id(parameter) for unit in units for parameter in unit.module.parameters()}
     own |= {id(parameter) for handle in handles for parameter in handle.optimizer_params}

@@ -261,12 +261,12 @@ class Recorder:
 
     @property
     def has_step_behind(self) -> bool:
-        """Whether an optimizer has stepped since the last step that has ended."""
+        """True if an optimizer has stepped since the last step that has ended."""
         return self._step_end is not None and self._has_backward
 
     @property
     def steps_ended(self) -> int:
-        """How many steps have ended."""
+        """The number of steps that have ended."""
         return len(self._bounds) - 1
 
     def _optimizer_begins(self, optimizer: Any) -> None:

@@ -206,7 +206,7 @@ class PatientRendezvous(RendezvousHandler):
         atexit.register(self._end)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other launchers; says so if that takes long."""
+        """Wait for the other launchers; print for whom if that takes long."""
         asked, told = time.monotonic(), False
         answer = self._ask(self._inner.next_rendezvous)
         while True:

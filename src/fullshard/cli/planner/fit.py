@@ -170,7 +170,7 @@ def time_of(found: Rehearsal, options: Options, machine: Machine) -> float:
 
 
 def rates_of(options: Options, machine: Machine, root: str = "") -> Rates:
-    """What the time of a step depends on, beside its moments."""
+    """The rates that turn the moments of a step into its time."""
     part = compute_dtype(options).itemsize / torch.float32.itemsize
     return Rates(machine, options.accumulate, part, root)
 
@@ -199,7 +199,7 @@ def between(first: Sequence[Moment], second: Sequence[Moment], part: float) -> l
 
 
 def _ways_to_compute(question: Question) -> Iterator[tuple[str, bool]]:
-    """What to wrap, and whether activations are checkpointed, which needs units to recompute."""
+    """Pairs of what to wrap and whether to checkpoint activations, which only units can do."""
     for wrap in _wraps(question):
         values = (False,) if wrap == "none" else (False, True)
         for checkpoints in _choices(question, "checkpoint_activations", values):

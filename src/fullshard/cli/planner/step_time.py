@@ -65,7 +65,7 @@ def simulate(
 
 
 def host_seconds(units: Sequence[UnitSizes], moments: Sequence[Moment], rates: Rates) -> float:
-    """How long the host takes to give out a step."""
+    """The time that the host takes to issue a step."""
     operations = max((moment.operations for moment in moments), default=0)
     machine = rates.machine
     return rates.passes * (operations * machine.per_operation + len(units) * machine.per_unit)

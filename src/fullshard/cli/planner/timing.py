@@ -110,7 +110,7 @@ def nothing_fits_text(question: Question, tried: Sequence[Candidate], device: st
 
 
 def fit_text(question: Question, best: Candidate, device: str) -> str:
-    """What is the fastest that fits, in a sentence."""
+    """Name the fastest options that fit, in a sentence."""
     tokens = best.sequences_per_second * best.options.sequence
     host = f" It takes {size_text(best.host)} of each rank's host." if best.host else ""
     return (

@@ -80,7 +80,7 @@ class AcrossHosts:
         return pending
 
     def _share(self, rows: torch.Tensor, received: torch.Tensor, relayed: Sequence[int]) -> None:
-        """Give the neighbours the rows that this rank has, and get theirs."""
+        """Exchange the rows that ranks received from other hosts among the ranks of this host."""
         for row, part in zip(relayed, received.view(len(relayed), rows.shape[1]), strict=True):
             rows[row].copy_(part)
         if len(self._neighbours) == 1:
@@ -240,7 +240,7 @@ class AcrossHosts:
         received_sizes: dict[int, int],
         sent_sizes: dict[int, int],
     ) -> PendingWork:
-        """Start an exchange with ranks of other hosts: how many elements from and to which."""
+        """Start an all-to-all between hosts; the sizes are numbers of elements by rank."""
         of = [received_sizes.get(rank, 0) for rank in range(self._size)]
         to = [sent_sizes.get(rank, 0) for rank in range(self._size)]
         return _exchange(self._group, received, sent, of, to)
@@ -249,7 +249,7 @@ class AcrossHosts:
 def _exchange(
     channel: Any, received: torch.Tensor, sent: torch.Tensor, of: list[int], to: list[int]
 ) -> PendingWork:
-    """Start an all-to-all: how many elements this rank receives of, and sends to, each rank."""
+    """Start an all-to-all that receives ``of[r]`` elements from rank r and sends it ``to[r]``."""
     received, sent = own_alias(received), own_alias(sent)
     return PendingWork(channel.alltoall_base(received, sent, of, to), [received, sent])
 

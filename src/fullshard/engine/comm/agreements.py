@@ -32,7 +32,7 @@ class NoAgreement:
     def note_capturing(self, active: bool) -> None:
         pass
 
-    def settle(self, asked: tuple[str, str, int], begins_pass: bool = False) -> None:
+    def check(self, asked: tuple[str, str, int], begins_pass: bool = False) -> None:
         pass
 
     def wait(self, work: Any) -> None:
@@ -64,12 +64,17 @@ def _make(group: Any) -> Agreement | NoAgreement:
         return NoAgreement()
     names = dist.get_process_group_ranks(group)
     agreement = Agreement(
-        store, group.rank(), group.size(), _timeout_of(group), announcements_of(group), names
+        store,
+        group.rank(),
+        group.size(),
+        _timeout_of(group),
+        announcements_of(group),
+        names,
+        functools.partial(_is_destroyed, weakref.ref(group)),
     )
-    agreement.inquiry.store_ends_with_first = names[0] == 0 and not _agent_has_store()
-    agreement.has_left = functools.partial(_is_destroyed, weakref.ref(group))
+    agreement.inquiry.note_store(ends_with_first=names[0] == 0 and not _agent_has_store())
     if not is_gloo(group):
-        agreement.inquiry.waits = "at or before"
+        agreement.inquiry.note_waiting("at or before")
         watch(agreement, group, order_check.PATIENCE)
     return agreement
 

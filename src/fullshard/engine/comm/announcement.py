@@ -131,7 +131,8 @@ def announcements_of(group: Any) -> Announcements | None:
 class _OnDevice:
     """A collective of the device, for which the host waits as it does over gloo.
 
-    By an event of its own: a collective that has failed says that it is complete, and never is.
+    The host waits for an event behind the collective. It does not ask the collective, which says
+    that it is complete when it has failed, too.
     """
 
     def __init__(self, work: Any, device: torch.device) -> None:

@@ -89,7 +89,7 @@ class BetweenSteps:
         return self.gather_objects_anywhere(value)
 
     def gather_objects_anywhere(self, value: Any) -> list[Any]:
-        """Likewise, of ranks that may have come to different places among their operations."""
+        """Every rank's ``value``; ranks need not be at the same operation when they call this."""
         if self.size == 1:
             return [value]
         if self._announcements is not None:

@@ -101,18 +101,18 @@ class Group(BetweenSteps):
         if expected.operation == asked and self.refuse is None:
             order.position = expected
         else:
-            self._settle(asked, begins_pass=False)
+            self._check_order(asked, begins_pass=False)
 
     def begin_pass(self, kind: str, unit: str) -> None:
         """Return when all ranks are known to begin this kind of pass."""
         if self._order is not None:
-            self._settle((kind, unit, 0), begins_pass=True)
+            self._check_order((kind, unit, 0), begins_pass=True)
 
-    def _settle(self, asked: tuple[str, str, int], begins_pass: bool) -> None:
+    def _check_order(self, asked: tuple[str, str, int], begins_pass: bool) -> None:
         if self.refuse is not None:
             self.refuse(*asked[:2])
         try:
-            self._agreement.settle(asked, begins_pass)
+            self._agreement.check(asked, begins_pass)
         except BaseException as error:
             self._give_up(error)
             raise
@@ -149,7 +149,7 @@ class Group(BetweenSteps):
         return None if self._order is None else self._order.bookmark()
 
     def return_to(self, bookmark: Any) -> None:
-        """Count what the ranks agreed on since as not done; all ranks do, wherever they are."""
+        """Go back to a bookmark: what ranks agreed on since was not done. All ranks call this."""
         if self._order is not None:
             self._order.return_to(bookmark)
 
@@ -330,7 +330,7 @@ class Group(BetweenSteps):
         self._agreement.wait(work)
 
     def instead(self, verb: str, unit: str) -> contextlib.AbstractContextManager[None]:
-        """A context in which other ranks learn that this one does not do what they may be doing."""
+        """In this context the other ranks are told that this rank does ``verb`` instead."""
         return self._agreement.instead(verb, unit)
 
 

@@ -55,7 +55,7 @@ def _add_explanation(error: BaseException) -> None:
         return
     agreements = list(_agreements)
     for agreement in agreements:
-        agreement.inquiry.waits = "after"
+        agreement.inquiry.note_waiting("after")
     with contextlib.suppress(Exception):
         found = failures.explanation(agreements, error)
         if found is not None:
@@ -72,7 +72,7 @@ def tell_others(error: BaseException) -> None:
 
 
 def whereabouts() -> str:
-    """Where the main thread of this process is, in the user's code if it is called from there."""
+    """The line that this process's main thread is at, in the user's code where possible."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     innermost = frame
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):

@@ -1,4 +1,4 @@
-"""What one of the ranks that wait does for all: it compares what they did, asks, and publishes."""
+"""The examiner: one waiting rank compares the histories of all, and publishes the verdict."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Examiner:
         self.awaited: str | None = None
 
     def retire(self) -> None:
-        """Leave nothing behind of a wait that is over."""
+        """Delete what the ranks posted in the store: the wait is over."""
         for number in range(self._first + 1, self._read + 1):
             self._inquiry.delete(f"post/{number}")
         self._inquiry.add("read", self._read - self._first)
         if self.awaited is not None:
             self._inquiry.set("awaited", b"")
 
-    def look(self, history: list[Place], failed: bool) -> Verdict | None:
+    def diagnose(self, history: list[Place], failed: bool) -> Verdict | None:
         now = time.monotonic()
         self.next_look = now + EXAMINES_EVERY
         self._inquiry.add("pulse", 1)
@@ -128,7 +128,7 @@ class Examiner:
         return inquiry.describe_lost(ended or [*left], reasons, history[-1])
 
     def _name_awaited(self, ranks: list[int], answers: dict[int, Contact], place: int) -> None:
-        """Tell all ranks who is waited for: those of ``ranks`` that are not there after all."""
+        """Publish which ranks are waited for: those of ``ranks`` that are not at ``place`` yet."""
         words = []
         for rank, found in answers.items():
             answer = found.answer
@@ -155,5 +155,5 @@ class Examiner:
 
 
 def left_among(contacts: Mapping[int, Contact]) -> dict[int, str]:
-    """How ranks have ended their part that are still there, and have no such process group."""
+    """The ranks that are alive but have destroyed the process group, each with a description."""
     return {rank: _LEFT for rank, found in contacts.items() if (found.answer or {}).get("left")}

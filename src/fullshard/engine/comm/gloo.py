@@ -158,7 +158,7 @@ class GlooGroup(Group):
         """None: the levels are those of :attr:`_across`."""
 
     def _exchange_parts(self, full: torch.Tensor) -> tuple[PendingWork, Sequence[torch.Tensor]]:
-        """Start sending every rank its part; returns what will be all ranks' parts for this one."""
+        """Start an all-to-all of parts; returns the memory that it writes received parts to."""
         received = torch.empty_like(full)
         parts = received.view(self.size, full.numel() // self.size).unbind()
         received = own_alias(received)
@@ -166,7 +166,7 @@ class GlooGroup(Group):
         return PendingWork(work, [received, full]), parts
 
     def _swap_halves(self, full: torch.Tensor) -> tuple[PendingWork, Sequence[torch.Tensor]]:
-        """The same for two ranks, in 0.8 times the time: a rank sends itself nothing."""
+        """Exchange parts between two ranks, in 0.8 times the time: none are sent to oneself."""
         halves = full.view(2, full.numel() // 2).unbind()
         received, sent = torch.empty_like(halves[0]), halves[1 - self.rank]
         sizes = [0, 0]

@@ -106,7 +106,7 @@ def name_of_this_host() -> str:
 
 
 def facts_of_this_host() -> list[str]:
-    """What is the same for all processes that share this host's network, and for no others."""
+    """Facts that are equal for all processes that share this host's network, and no others."""
     facts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         # Hosts may have the same name, and the numbers below are the same on most.

@@ -69,6 +69,22 @@ class Inquiry:
         #: How many requests this rank sent to the store for this, for measurements.
         self.requests = 0
 
+    def note_store(self, ends_with_first: bool) -> None:
+        """Note whether the first rank's process provides the store."""
+        self.store_ends_with_first = ends_with_first
+
+    def connect(self, store: Any) -> None:
+        """Ask this store from now on: the same one, perhaps over another connection."""
+        self.store = store
+
+    def note_mailboxes(self, mailboxes: Sequence[Address]) -> None:
+        """Note where all ranks' mailboxes are."""
+        self.mailboxes = mailboxes
+
+    def note_waiting(self, waits: str) -> None:
+        """Note where this rank waits: "at" an operation, "at or before" or "after" it."""
+        self.waits = waits
+
     @property
     def is_due(self) -> bool:
         """True if a rank that waits has something to do, or to tell its user."""
@@ -77,7 +93,7 @@ class Inquiry:
         due = self._next_look if self._examiner is None else self._examiner.next_look
         return time.monotonic() >= due
 
-    def look(self, history: list[Place], failed: bool = False) -> Verdict | None:
+    def diagnose(self, history: list[Place], failed: bool = False) -> Verdict | None:
         """Find out why this rank waits; ``failed``: its collective did, so that somebody is gone.
 
         To be called again and again; decides itself what is due.
@@ -94,7 +110,7 @@ class Inquiry:
         elif self._examiner is None:
             self._feel_pulse(time.monotonic())
         if self._examiner is not None:
-            self.verdict = self._examiner.look(history, failed)
+            self.verdict = self._examiner.diagnose(history, failed)
         return self.verdict
 
     def close(self) -> None:
@@ -175,7 +191,7 @@ class Inquiry:
     def store_answers(self) -> bool:
         """True if the store will answer a request soon.
 
-        It does where the first rank provides the store, and is stopped.
+        It does not while the first rank, whose process provides the store, is stopped.
         """
         self._silent_store = None
         if self._rank == 0 or not self.store_ends_with_first or not self.mailboxes:
@@ -191,7 +207,7 @@ class Inquiry:
         return f"{self.name([rank])} is alive and does not answer: stopped, or busy in native code"
 
     def awaited(self) -> str | None:
-        """Who is waited for, in the examiner's words."""
+        """The ranks that are waited for, in the examiner's words; None if not known."""
         if self._silent_store is not None:
             return self._silent_store
         if self._examiner is not None:
@@ -268,7 +284,7 @@ class Inquiry:
         following = [(self._rank + distance) % size for distance in range(1, 1 + _TOLD)]
         self.reach([rank for rank in dict.fromkeys(following) if rank != self._rank], note)
 
-    def look_without_store(self, history: list[Place], failed: bool = False) -> Verdict | None:
+    def diagnose_without_store(self, history: list[Place], failed: bool = False) -> Verdict | None:
         """Find out who has ended when the store does not answer: most likely who provided it."""
         now = time.monotonic()
         self._next_look = now + EXAMINES_EVERY

@@ -1,4 +1,4 @@
-"""How the ranks of a group learn where their mailboxes are, and whether they can reach them.
+"""The ranks of a group exchange the addresses of their mailboxes, and test whether they connect.
 
 Note: firewalls
     That a process refuses a connection means that it has ended, unless a firewall refuses it

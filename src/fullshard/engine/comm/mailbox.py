@@ -55,7 +55,7 @@ class Correspondent(Protocol):
 
 
 class Address(NamedTuple):
-    """Where a rank's mailbox is."""
+    """The address of a rank's mailbox."""
 
     host: str
     port: int
@@ -126,7 +126,7 @@ class Mailbox:
         threading.Thread(target=self._serve, name="fullshard mailbox", daemon=True).start()
 
     def open_for(self, correspondent: Correspondent) -> Address:
-        """Where others reach ``correspondent`` from now on, for as long as it exists."""
+        """Deliver to ``correspondent`` from now on; returns the address that others send to."""
         self._next_number += 1
         self._correspondents[self._next_number] = correspondent
         return Address(self._host, self._port, self._secret, self._next_number, _host_id())

@@ -36,8 +36,8 @@ from .announcement import Announcements
 from .disagreement import Operation, Place, RankLostError, RanksDisagreeError
 from .inquiry import Inquiry
 from .introductions import introduce
-from .meeting import MeetingPlace
 from .order_table import Expectation, OrderTable
+from .rendezvous import Rendezvous
 
 __all__ = ["Agreement", "Operation", "RankLostError", "RanksDisagreeError"]
 
@@ -73,6 +73,7 @@ class Agreement:
         timeout: float = LAST_RESORT,
         announcements: Announcements | None = None,
         names: Sequence[int] | None = None,
+        has_left: Callable[[], bool] = lambda: False,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
@@ -81,7 +82,7 @@ class Agreement:
         self.order = OrderTable()
         names = range(world_size) if names is None else names
         self.inquiry = Inquiry(store, rank, names)
-        self._meetings = MeetingPlace(store, world_size)
+        self._rendezvous = Rendezvous(store, world_size)
         self._announcements = announcements
         #: The collective that was issued last, where the host does not wait for it.
         self.issued: Any = None
@@ -92,9 +93,9 @@ class Agreement:
         #: The operation that this rank waits to begin, and its place: not a past one yet.
         self._waiting: Place | None = None
         #: Whether this rank has destroyed the process group.
-        self.has_left: Callable[[], bool] = lambda: False
-        #: See :meth:`look_also`.
-        self._also_look: Callable[[], None] | None = None
+        self.has_left = has_left
+        #: See :meth:`check_also`.
+        self._also_check: Callable[[], None] | None = None
         #: The place of the last operation for which it was told that others are waited for.
         self._told = -1
         #: Whether the host finds out itself why something failed.
@@ -106,7 +107,7 @@ class Agreement:
     def _recent(self) -> list[Place]:
         return self.order.history()
 
-    def settle(self, asked: tuple[str, str, int], begins_pass: bool = False) -> None:
+    def check(self, asked: tuple[str, str, int], begins_pass: bool = False) -> None:
         """Return when every rank is known to do what is ``asked`` next; raise if one is not.
 
         An :class:`Operation` in all but type: one that is known need not be made again.
@@ -122,7 +123,7 @@ class Agreement:
             if expectation is Expectation.IS_NEW:
                 self._learn(operation, begins_pass)
             else:
-                self._meet(operation, begins_pass)
+                self._wait_at_rendezvous(operation, begins_pass)
             # Kept if this raises: others are to be told what this rank was about to do.
             self._waiting = None
         self.order.advance(asked, begins_pass)
@@ -167,12 +168,12 @@ class Agreement:
         if not self.is_capturing:
             self.issued = work
 
-    def look_also(self, check: Callable[[], None] | None) -> None:
+    def check_also(self, check: Callable[[], None] | None) -> None:
         """Call ``check`` when others have been waited for for long, or, with None, no longer.
 
         It raises if the wait is in vain.
         """
-        self._also_look = check
+        self._also_check = check
 
     def note_capturing(self, active: bool) -> None:
         """From now on what is issued is captured in a graph, or is carried out again.
@@ -217,7 +218,7 @@ class Agreement:
                 break
             # Not read before it has to be: most collectives come in time.
             began = began or time.monotonic() - patience
-            self.look(time.monotonic() - began)
+            self.diagnose(time.monotonic() - began)
             patience, looked = _LOOK_EVERY, True
         if looked:
             self.close()
@@ -236,9 +237,9 @@ class Agreement:
         if not history:
             return None
         try:
-            verdict = self.inquiry.look(history, failed=True)
+            verdict = self.inquiry.diagnose(history, failed=True)
         except RuntimeError:
-            verdict = self.inquiry.look_without_store(history, failed=True)
+            verdict = self.inquiry.diagnose_without_store(history, failed=True)
         return None if verdict is None else self._verdict_error()
 
     # -- an operation that is not expected ----------------------------------------------------
@@ -247,17 +248,17 @@ class Agreement:
         """Agree on an operation where nothing is expected."""
         announcements = self._announcements
         if announcements is None:
-            self._meet(operation, begins_pass)
+            self._wait_at_rendezvous(operation, begins_pass)
             return
         if operation.verb in _SILENT:
             return
         if self._world_size <= FEW or not announcements.is_possible:
-            self._meet(operation, begins_pass)
+            self._wait_at_rendezvous(operation, begins_pass)
         else:
             self._hear_first(announcements, operation, begins_pass)
         if not self.inquiry.mailboxes and announcements.is_possible:
-            self.inquiry.mailboxes = introduce(
-                self, self._rank, self._meetings.store, announcements, self.wait
+            self.inquiry.note_mailboxes(
+                introduce(self, self._rank, self._rendezvous.store, announcements, self.wait)
             )
             departure.leave_word_of(self)
 
@@ -278,19 +279,19 @@ class Agreement:
     def _wait_in_vain(self) -> NoReturn:
         began = time.monotonic()
         while (waited := time.monotonic() - began) < self._timeout:
-            self.look(waited)
+            self.diagnose(waited)
             time.sleep(_LOOK_EVERY / 5)
         raise RanksDisagreeError(
             f"Rank {self._rank} is about to {_at(self.history())}, and the first rank of its "
             f"process group is not. No other rank has said anything for {self._timeout:.0f} s"
         )
 
-    def _meet(self, operation: Operation, begins_pass: bool) -> None:
+    def _wait_at_rendezvous(self, operation: Operation, begins_pass: bool) -> None:
         key = f"fullshard/{self.order.count}/{self.order.digest(operation, begins_pass):x}"
         try:
-            with self._meetings.connection():
-                self.inquiry.store = self._meetings.store
-                if not self._meetings.come(key, PATIENCE):
+            with self._rendezvous.connection():
+                self.inquiry.connect(self._rendezvous.store)
+                if not self._rendezvous.arrive(key, PATIENCE):
                     self._wait_for_all(key, operation)
         except (RanksDisagreeError, RankLostError):
             raise
@@ -301,18 +302,18 @@ class Agreement:
         began = time.monotonic() - PATIENCE
         waited = next_question = PATIENCE
         while True:
-            self.look(waited)
+            self.diagnose(waited)
             time.sleep(_LOOK_EVERY)
             waited = time.monotonic() - began
             if waited >= next_question and self.inquiry.store_answers():
-                next_question = waited + self._meetings.pause
-                if self._meetings.all_are_at(key):
+                next_question = waited + self._rendezvous.pause
+                if self._rendezvous.all_are_at(key):
                     self.close()
                     return
             if waited > self._timeout:
                 raise RanksDisagreeError(
                     f"Waited {waited:.0f} s for all ranks to start {operation}; "
-                    f"{self._meetings.count_at(key)} of {self._world_size} have. The others are "
+                    f"{self._rendezvous.count_at(key)} of {self._world_size} have. The others are "
                     "not in fullshard, or gone: look at their logs. (Ranks are waited for as long "
                     "as the process group's timeout says.)"
                 )
@@ -324,14 +325,14 @@ class Agreement:
         if waited < PATIENCE:
             return
         time.sleep(_LOOK_EVERY)
-        self.look(waited)
+        self.diagnose(waited)
         if waited > self._timeout:
             raise RanksDisagreeError(f"Waited {waited:.0f} s for ranks that still have data")
 
-    def look(self, waited: float) -> None:
+    def diagnose(self, waited: float) -> None:
         """Take part in the inquiry into what this rank waits for; raise what comes of it."""
-        if self._also_look is not None:
-            self._also_look()
+        if self._also_check is not None:
+            self._also_check()
         if self.investigate(waited):
             raise self._verdict_error() from None
 
@@ -342,12 +343,12 @@ class Agreement:
             return False
         history = self.history()
         try:
-            verdict = self.inquiry.look(history)
+            verdict = self.inquiry.diagnose(history)
             if verdict is None and tells:
                 self._tell(waited, *history[-1])
         except RuntimeError:
             # The store may have ended with the rank that provided it. What is waited for may come.
-            verdict = self.inquiry.look_without_store(history)
+            verdict = self.inquiry.diagnose_without_store(history)
         return verdict is not None
 
     @property

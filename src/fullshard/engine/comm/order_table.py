@@ -161,11 +161,11 @@ class OrderTable:
         self._size = 0
 
     def bookmark(self) -> tuple[int, Node, list[tuple[int, Node]]]:
-        """The place where this rank stands."""
+        """The place of this rank in the order, for :meth:`return_to`."""
         return self._base, self.position, [*self._finished]
 
     def return_to(self, bookmark: tuple[int, Node, list[tuple[int, Node]]]) -> None:
-        """Stand there again, and expect nothing: ranks may have gone on from it differently."""
+        """Go back to a bookmark, and expect nothing: ranks may continue differently."""
         self._base, self.position, finished = bookmark
         self._finished.clear()
         self._finished.extend(finished)

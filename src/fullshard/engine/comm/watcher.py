@@ -57,7 +57,7 @@ def _watch(
 
 
 def abort(group: Any) -> None:
-    """End what the group's backend has under way, so that the device and the host come back."""
+    """Abort the group's pending collectives, so that neither device nor host waits for them."""
     if group is not None:
         # Not every backend can.
         with contextlib.suppress(Exception):

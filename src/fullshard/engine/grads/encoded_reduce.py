@@ -20,7 +20,7 @@ import torch
 
 from ..comm.collectives import Group
 from ..params.handle import FlatParamHandle
-from ..params.unused_parameters import presence_bytes
+from ..params.unused_parameters import used_parameter_bytes
 
 
 def start_encoded_reduce(
@@ -42,7 +42,7 @@ def start_encoded_reduce(
     numel = handle.layout.shard_numel
     total = flat.new_empty(numel, dtype=flat.dtype if keeps_dtype else wide)
     sums = total if total.dtype is wide else flat.new_empty(numel, dtype=wide)
-    present = presence_bytes(len(handle.layout.slots), tuple(absent), flat.device)
+    present = used_parameter_bytes(len(handle.layout.slots), tuple(absent), flat.device)
     await_sum = group.start_encoded_reduce(sums, flat, present, encoding, unit)
     divisor = group.size if mean else 1
     return total, functools.partial(_finish, handle, total, sums, absent, divisor, await_sum)

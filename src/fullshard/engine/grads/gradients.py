@@ -162,7 +162,7 @@ def stage(handle: FlatParamHandle, gradients: Gradients, fills_unused: bool = Fa
         # All of them by a grid, which needs no memory on a device; on a host, indices are faster.
         by_grid = pattern is None and flat.device.type != "cpu"
         if not (by_grid and buffer is not None and buffer.mark_all()):
-            handle.presence.mark(flat, pattern)
+            handle.used_marks.mark(flat, pattern)
     return ReduceInput(handle, flat, absent, buffer)
 
 

@@ -60,7 +60,7 @@ class Word(NamedTuple):
 
 
 class _Channel:
-    """Words of one rank to those that have no data, in the store of their process group."""
+    """A rank's instructions to ranks without data, through the store of their process group."""
 
     def __init__(self, group: Any) -> None:
         _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
@@ -342,7 +342,7 @@ class Joining:
         for group in self._groups:
             agreement = agreement_for(group.group)
             if isinstance(agreement, Agreement):
-                agreement.look_also(self._channel.check_nobody_left if on else None)
+                agreement.check_also(self._channel.check_nobody_left if on else None)
 
     # -- a rank without data ------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from .buffers import FullBuffer, ReduceBuffer
 from .flat_parameter import FlatParameter, HandleReference
 from .locations import ParameterLocation
 from .replacements import refuse_replaced_views
-from .unused_parameters import Presence
+from .unused_parameters import UsedParameterMarks
 
 if TYPE_CHECKING:
     from .handle import Dtypes
@@ -35,7 +35,7 @@ class Conversion:
     sharded: Sequence[torch.Tensor]
     full_buffers: dict[torch.dtype | Encoding, FullBuffer]
     reduce_buffers: dict[torch.dtype, ReduceBuffer]
-    _presence: Presence | None
+    _used_marks: UsedParameterMarks | None
 
     if TYPE_CHECKING:
 
@@ -84,7 +84,7 @@ class Conversion:
 
     def __getstate__(self) -> dict[str, Any]:
         """The handle's state, without the views and buffers that follow from it."""
-        buffers = {"full_buffers", "reduce_buffers", "_presence"}
+        buffers = {"full_buffers", "reduce_buffers", "_used_marks"}
         views = {"sharded", "_containers", "_keys", "_visible", "versioned", "_expected"}
         noted = {"_received", "receive", "forget_received", "_absent"}
         derived = {*buffers, *views, *noted}
@@ -92,7 +92,7 @@ class Conversion:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.full_buffers, self.reduce_buffers, self._presence = {}, {}, None
+        self.full_buffers, self.reduce_buffers, self._used_marks = {}, {}, None
         self._note_received()
         self.flat_param.data = self.shard_tensor
         self.rebind()

@@ -15,21 +15,29 @@ _DTYPE = operator.attrgetter("dtype")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
-def check_uniform(params: Sequence[nn.Parameter], use_orig_params: bool) -> None:
-    """Refuse parameters that cannot lie in one buffer."""
-    dtypes = set(map(_DTYPE, params))
-    if len(dtypes) > 1:
+def check_uniform(params: Sequence[nn.Parameter], names: Sequence[str], original: bool) -> None:
+    """Refuse parameters that cannot lie in one buffer; ``original``: with ``use_orig_params``."""
+    if len(set(map(_DTYPE, params))) > 1:
+        examples: dict[torch.dtype, str] = {}
+        for parameter, name in zip(params, names, strict=True):
+            examples.setdefault(parameter.dtype, repr(name))
         raise ValueError(
-            f"Must flatten tensors with uniform dtype but got {sorted(map(str, dtypes))}"
+            f"Must flatten tensors with uniform dtype but got {' and '.join(map(str, examples))} "
+            f"({', '.join(examples.values())}). Pass use_orig_params=True, which gives the "
+            "parameters of each dtype a flat buffer of their own, or convert them to one dtype"
         )
-    if not use_orig_params:
-        if len(set(map(_REQUIRES_GRAD, params))) > 1:
-            raise ValueError(
-                "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: "
-                "wrap the frozen parameters on their own, or pass use_orig_params=True"
-            )
-        if not params[0].dtype.is_floating_point and not params[0].dtype.is_complex:
-            raise ValueError("Cannot flatten integer dtype tensors")
+    if original:
+        return
+    if len(set(map(_REQUIRES_GRAD, params))) > 1:
+        raise ValueError(
+            "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: "
+            "wrap the frozen parameters on their own, or pass use_orig_params=True"
+        )
+    if not params[0].dtype.is_floating_point and not params[0].dtype.is_complex:
+        raise ValueError(
+            f"Cannot flatten integer dtype tensors: {names[0]!r} is {params[0].dtype}. Pass "
+            "use_orig_params=True, or leave it out (ignored_states=)"
+        )
 
 
 def flat_strides(parameters: Iterable[torch.Tensor]) -> list[tuple[int, ...]]:

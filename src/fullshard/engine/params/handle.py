@@ -28,7 +28,7 @@ from .layout import FlatParamShardMetadata, Layout, Piece, alignment_elements
 from .locations import ParameterLocation, containers_of, find_locations
 from .presentation import Presentation
 from .tensor_parallel import Distribution, distributions_of, local_part
-from .unused_parameters import Presence
+from .unused_parameters import UsedParameterMarks
 from .write_back import WriteBack
 
 #: Environment variables, by the names under which programs look them up.
@@ -99,7 +99,7 @@ class FlatParamHandle(Presentation, WriteBack, Conversion):
         #: By the dtype or encoding of their all-gather; :meth:`buffer` makes missing ones.
         self.full_buffers: dict[torch.dtype | Encoding, FullBuffer] = {}
         self.reduce_buffers: dict[torch.dtype, ReduceBuffer] = {}
-        self._presence: Presence | None = None
+        self._used_marks: UsedParameterMarks | None = None
         if places is None:
             places = find_locations(module, self.params)
         self.places = [places[p] for p in self.params]
@@ -109,7 +109,7 @@ class FlatParamHandle(Presentation, WriteBack, Conversion):
         compute = self.dtypes.compute
         names = [places[0].path for places in self.places]
         shapes = [p.shape for p in self.params]
-        check_uniform(self.params, use_orig_params)
+        check_uniform(self.params, names, use_orig_params)
         self.layout = Layout.pack(
             names,
             shapes,
@@ -316,14 +316,14 @@ class FlatParamHandle(Presentation, WriteBack, Conversion):
         """Make new buffers at the next use."""
         self.full_buffers.clear()
         self.reduce_buffers.clear()
-        self._presence = None
+        self._used_marks = None
 
     @property
-    def presence(self) -> Presence:
+    def used_marks(self) -> UsedParameterMarks:
         """The marks for this rank's gradients in a flat buffer that is about to be reduced."""
-        if self._presence is None:
-            self._presence = Presence(self.layout, self.dtypes.reduce, self.device)
-        return self._presence
+        if self._used_marks is None:
+            self._used_marks = UsedParameterMarks(self.layout, self.dtypes.reduce, self.device)
+        return self._used_marks
 
     def cut(self, flat: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """``flat`` (a shard, or all of it when nothing is sharded) cut along the parameters.

@@ -1,4 +1,4 @@
-"""How users and modules see whole parameters, where that differs from how they are laid out."""
+"""Full parameters as users and modules see them, where views of the full buffer will not do."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class RowHandle(FlatParamHandle):
         self._mixed_precision = dtypes
         self.full_buffers = {}
         self.reduce_buffers = {}
-        self._presence = None
+        self._used_marks = None
         #: What gives the memory that all-gathers fill, and that reduces read, if the user does.
         self._gather_memory: Memory | None = None
         self._reduce_memory: Memory | None = None

@@ -1,4 +1,4 @@
-"""Where each parameter lies when every rank holds whole rows of it, as ``Shard(0)`` wants.
+"""The layout in which every rank holds whole rows of each parameter, as ``Shard(0)`` wants.
 
 Pure integers: no tensors, no process group. Each parameter is cut along one dimension as
 ``torch.chunk`` cuts it, and a rank's shard is its chunks, one after another, each padded to the

@@ -32,7 +32,7 @@ class RowSharding:
     stride: tuple[int, ...]
 
     def among(self, mesh: Any) -> RowSharding:
-        """The same on a mesh of which the last dimension shares the parameter by rows."""
+        """The same sharding on another mesh, whose last dimension shards the rows."""
         from torch.distributed.tensor import Replicate, Shard
 
         placements = (*[Replicate()] * (mesh.ndim - 1), Shard(self.dim))

@@ -38,7 +38,7 @@ class Marks:
         flat.index_add_(0, self._starts, self._zeros)
 
 
-class Presence:
+class UsedParameterMarks:
     """The marks of one group, for each combination of present gradients."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
@@ -107,7 +107,7 @@ def find_grid(layout: Layout) -> UnusedParameterGrid | None:
 
 
 @functools.lru_cache(maxsize=256)
-def presence_bytes(count: int, absent: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def used_parameter_bytes(count: int, absent: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """A byte for each of ``count`` parameters: 0 if the rank has no gradient of it, else 1.
 
     Equal arguments get the same tensor: do not write to it.

@@ -100,7 +100,7 @@ class Backward:
         return since_pass
 
     def follow(self, joining: Joining | None) -> None:
-        """Tell ranks that have run out of data what is done, or no longer."""
+        """Send what is done to the ranks that have run out of data; None: send it no longer."""
         self._joining = joining
 
     # -- what autograd tells ------------------------------------------------------------------
@@ -126,7 +126,9 @@ class Backward:
         state = self._states[unit]
         if call is not None and call.reached_in != self._number:
             call.reached_in = self._number
-            state.open_calls += 1
+            # Its inputs will tell when it is over; or, after another forward, nobody will.
+            if call.birth != state.birth:
+                state.open_calls += 1
         if state.task is not None and unit.shows_full and unit.full_precision == full_precision:
             return
         state.task = graph_task()

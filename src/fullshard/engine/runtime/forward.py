@@ -399,7 +399,7 @@ class Schedule(UserRequests):
         tensors = [t for t in tensors_in(inputs) if t.requires_grad]
         if not tensors:
             state.hold_if_nobody_tells()
-            return None
+            return ForwardCall(state.birth)
         call = ForwardCall()
         # The outputs' hooks hold the call, and so it lasts as long as the forward's graph.
         hook = functools.partial(self._backward.on_input_gradients, unit, weakref.ref(call))

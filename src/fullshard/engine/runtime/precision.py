@@ -26,7 +26,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 def cast_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a module is called with, cast likewise."""
+    """A module's arguments with their floating-point tensors in ``dtype``."""
     if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor and args[0].dtype is dtype:
         # As most units are called: by one that computes in the same dtype.
         return args, kwargs

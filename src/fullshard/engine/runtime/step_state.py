@@ -12,11 +12,17 @@ if TYPE_CHECKING:
 
 
 class ForwardCall:
-    """One forward of a unit whose backward is known to end when its inputs have gradients."""
+    """One forward of a unit whose backward is known to end when its inputs have gradients.
 
-    __slots__ = ("__weakref__", "asking", "reached_in")
+    ``birth``: no input has one. Then autograd runs what is left of this forward before it runs the
+    unit's node, which is as old as the unit's last forward: not if another forward came since.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("__weakref__", "asking", "birth", "reached_in")
+
+    def __init__(self, birth: int | None = None) -> None:
+        self.birth = birth
+        #: The number of the backward that has reached this forward's outputs.
         self.reached_in = -1
         #: The hooks on inputs. Inputs may outlive this forward's graph (leaves, and parameters of
         #: other units, do), so the hooks are removed with the graph.
@@ -32,7 +38,10 @@ class ForwardCall:
 
 
 class StepState:
-    """The progress of one unit through a forward and a backward."""
+    """The progress of one unit through a forward and a backward.
+
+    A record without decisions: ``forward.py`` and ``backward.py`` write it, and nobody else does.
+    """
 
     __slots__ = (
         "active",
@@ -55,7 +64,8 @@ class StepState:
         self.side_outputs: SideOutputs | None = None
         #: The graph task in which a gradient reached the unit's output; None when closed.
         self.task: int | None = None
-        #: Calls whose outputs were reached and whose inputs were not, see ``Backward._close``.
+        #: Calls whose outputs were reached and whose inputs were not, see ``Backward._close``; and
+        #: those without such inputs that were not the last: they end with the backward.
         self.open_calls = 0
         #: Whether the running backward has computed gradients of its parameters.
         self.received = False
@@ -74,11 +84,11 @@ class StepState:
         return side_outputs
 
     def learn_who_tells(self, holds_reentrant_checkpoint: bool) -> None:
-        """Note whether parameters are needed after their gradients: by a reentrant checkpoint."""
+        """Note whether a reentrant checkpoint needs parameters after their gradients are there."""
         self.inputs_tell = self.held = holds_reentrant_checkpoint
 
     def hold_if_nobody_tells(self) -> None:
-        """No input has a gradient: hold the unit if its inputs' gradients were to tell."""
+        """No input has a gradient: if those would have told the unit's end, hold the unit."""
         self.held = bool(self.inputs_tell)
 
     def close(self) -> None:

@@ -126,7 +126,7 @@ class Unit(UnitBase):
             self._all_gathers = self._gathers_over.gather(outputs, inputs, self.name)
 
     def fill_again(self) -> None:
-        """Count as sharded without releasing the full buffers, which the next all-gather fills."""
+        """Count as sharded, but keep the full buffers' memory for the next all-gather to fill."""
         if self.state is State.UNSHARDED:
             self.state = State.SHARDED
 
@@ -281,7 +281,7 @@ class Unit(UnitBase):
         self._changes = [buffer.flat._version for buffer in self.full_buffers]
 
     def keep_changes(self) -> None:
-        """Write the user's changes to full parameters, which are about to go, to the shards."""
+        """Copy the user's changes to full parameters into the shards, before these are released."""
         for handle, buffer, changes in zip(
             self.handles, self.full_buffers, self._changes, strict=False
         ):
@@ -299,7 +299,7 @@ class Unit(UnitBase):
         self._changes = []
 
     def keep_changes_so_far(self) -> None:
-        """Let the shards have what was done to full parameters that stay in place."""
+        """Copy the user's changes to full parameters into the shards; full ones stay in place."""
         if self._changes:
             self.keep_changes()
             self.remember_values()
@@ -320,7 +320,7 @@ class Unit(UnitBase):
         return replaced
 
     def take_replacements(self, notes_versions: bool) -> list[int] | None:
-        """Before a prefetch: take over what the user replaced; the versions, if they are noted."""
+        """Before a prefetch, take over what the user replaced; return versions if noted."""
         self.write_back()
         return self.versions() if notes_versions else None
 

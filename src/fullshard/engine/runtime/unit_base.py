@@ -112,7 +112,7 @@ class UnitBase:
         self._shown: list[list[torch.Tensor]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: what a unit is, without what it is in the middle of."""
+        """For copies and pickles: the unit without the state of a running step."""
         return {
             **self.__dict__,
             "prefetch_in_backward": None,
@@ -149,7 +149,7 @@ class UnitBase:
         self._on_gradients = receiver
 
     def follow(self, joining: Joining | None) -> None:
-        """Tell ranks that have run out of data what is done to the unit, or no longer."""
+        """Send what is done to the unit to ranks that have run out of data; None: no longer."""
         self.joining = joining
 
     def sync_gradients(self, enabled: bool) -> None:
@@ -173,11 +173,11 @@ class UnitBase:
         self.stays_between_passes = self.stays_after_backward or unsynced
 
     def unshard_in_backward(self, enabled: bool) -> None:
-        """Have full parameters in backward, or leave the unit sharded: its user knows better."""
+        """Choose whether backward unshards the unit; the user may know that it need not."""
         self.unshards_in_backward = enabled
 
     def keep_parts(self, few: FewRanks | None) -> None:
-        """Have a forward leave full parameters to a few ranks, or to nobody; while sharded."""
+        """Set the few ranks that share full parameters between forward and backward, or None."""
         self.drop_parts()
         self.parts = None if few is None else Parts(self.handles, few, self.streams)
 
@@ -195,7 +195,7 @@ class UnitBase:
 
     @contextlib.contextmanager
     def being_summoned(self) -> Generator[None, None, None]:
-        """Count a ``summon_full_params`` that the unit is inside of."""
+        """Count the ``summon_full_params`` contexts that the unit is inside of."""
         self.summoning += 1
         try:
             yield

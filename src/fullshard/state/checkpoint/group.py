@@ -31,8 +31,7 @@ class CheckpointGroup:
 
     def __init__(self, verb: str = "", model: nn.Module | None = None) -> None:
         self.group: Any = None
-        #: Whether the ranks train meanwhile, and look after each other there.
-        self.in_background = False
+        self._in_background = False
         self._verb = verb
         unit = None if model is None else next(iter(units_in(model)), None)
         self._unit = "" if unit is None else unit.name
@@ -52,6 +51,10 @@ class CheckpointGroup:
     @property
     def size(self) -> int:
         return 1 if self.group is None else dist.get_world_size()
+
+    def work_in_background(self) -> None:
+        """From now on the ranks train meanwhile, and notice there when one of them is gone."""
+        self._in_background = True
 
     def checkpointing(self) -> contextlib.AbstractContextManager[None]:
         """A context for calls of torch.distributed.checkpoint."""
@@ -99,7 +102,7 @@ class CheckpointGroup:
         return None if self.group is None else announcements_of(self.group)
 
     def _wait(self, work: Any) -> None:
-        if self._models and not self.in_background:
+        if self._models and not self._in_background:
             self._models[0].wait_for_other(work)
         else:
             work.wait()

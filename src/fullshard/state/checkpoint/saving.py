@@ -153,7 +153,8 @@ def save(
 
     # Made now: the thread that writes does not hold the model.
     explanation = contextlib.nullcontext() if asynchronous else explaining_failures(model)
-    ranks.in_background = asynchronous
+    if asynchronous:
+        ranks.work_in_background()
     handle = SaveHandle(write, asynchronous)
     if asynchronous:
         _running = handle

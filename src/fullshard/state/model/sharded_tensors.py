@@ -293,7 +293,7 @@ def gather_full(value: Any, name: str, device: torch.device) -> torch.Tensor:
 
 
 def _gathering_place(mesh: Any) -> str:
-    """Where a DTensor on ``mesh`` is all-gathered: in memory that its backend can access.
+    """The type of device on which a DTensor on ``mesh`` is all-gathered: one its backend reaches.
 
     DTensor's collectives over gloo end the process where tensors are in a GPU's memory.
     """

@@ -1,4 +1,4 @@
-"""Where ranks meet before they do what nobody expects: they count themselves in, in a store."""
+"""The rendezvous of ranks, in a store, before an operation that not all of them expect."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _OF_TIME_WAITED = 0.1
 _PER_RANK = 2e-5
 #: Up to how many ranks may ask as often as they like.
 _FEW = 16
-#: The threads that are meeting other ranks at a store.
-_meeting: set[int] = set()
-_meeting_lock = threading.Lock()
+#: The threads that are waiting for other ranks at a store.
+_waiting: set[int] = set()
+_waiting_lock = threading.Lock()
 
 
-class MeetingPlace:
-    """A process group's store, as far as its ranks meet there."""
+class Rendezvous:
+    """The rendezvous of a process group's ranks: each counts itself in under a key."""
 
     def __init__(self, store: Any, world_size: int) -> None:
         self.store = store
@@ -39,35 +39,35 @@ class MeetingPlace:
         which other ranks may wait in turn. Not one for every group: servers are slow to take many.
         """
         thread = threading.get_ident()
-        with _meeting_lock:
-            if _meeting - {thread} and not self._has_connection:
+        with _waiting_lock:
+            if _waiting - {thread} and not self._has_connection:
                 self._has_connection = True
                 # A store that is written in Python need not be able to.
                 with contextlib.suppress(RuntimeError):
                     self.store = self.store.clone()
-            _meeting.add(thread)
+            _waiting.add(thread)
         try:
             yield
         finally:
-            with _meeting_lock:
-                _meeting.discard(thread)
+            with _waiting_lock:
+                _waiting.discard(thread)
 
-    def come(self, key: str, patience: float) -> bool:
-        """Count this rank in; whether all ranks are at ``key`` before ``patience`` ends."""
+    def arrive(self, key: str, patience: float) -> bool:
+        """Count this rank in; return whether all ranks arrive at ``key`` within ``patience`` s."""
         arrived = self.store.add(key, 1) == self._world_size
         if arrived:
             self.store.set(f"{key}/go", "1")
             self._forget_previous()
         self._previous_key = key
-        return arrived or self._comes_soon(key, patience)
+        return arrived or self._all_arrive_within(key, patience)
 
     def all_are_at(self, key: str) -> bool:
-        """True if all ranks have come."""
+        """True if all ranks have arrived."""
         there: bool = self.store.check([f"{key}/go"])
         return there
 
     def count_at(self, key: str) -> int:
-        """The number of ranks that have come."""
+        """The number of ranks that have arrived."""
         count: int = self.store.add(key, 0)
         return count
 
@@ -76,8 +76,8 @@ class MeetingPlace:
         """Seconds between two questions of a rank that waits for long."""
         return max(_ASK_EVERY, 50 * _PER_RANK * self._world_size)
 
-    def _comes_soon(self, key: str, patience: float) -> bool:
-        """Asks the store again and again, at intervals that grow with the time that has passed.
+    def _all_arrive_within(self, key: str, patience: float) -> bool:
+        """Ask the store for the other ranks, at intervals that grow with the time that has passed.
 
         A wait at the store that ends in vain is a warning of torch's, and healthy ranks may be
         slow.
@@ -93,7 +93,7 @@ class MeetingPlace:
         return True
 
     def _forget_previous(self) -> None:
-        """All ranks are here, so none is still reading the keys of the meeting before."""
+        """All ranks are here, so none is still reading the keys of the previous rendezvous."""
         if self._previous_key is not None:
             self.store.delete_key(self._previous_key)
             self.store.delete_key(f"{self._previous_key}/go")
