@@ -29,7 +29,13 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.tensor import Shard
 
 import fullshard
-from fullshard import CPUOffload, MixedPrecision, ShardedGradScaler, ShardingStrategy
+from fullshard import (
+    CPUOffload,
+    MixedPrecision,
+    RanksDisagreeError,
+    ShardedGradScaler,
+    ShardingStrategy,
+)
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
@@ -435,6 +441,43 @@ def test_blocks_that_are_sharded_without_the_model_around_them_are_chosen() -> N
     names = [each.name for one in optimizer._rounds for each in one.parameters]
     assert sorted(names) == ["blocks.0.0.weight", "blocks.1.0.weight"]
     assert len(optimizer.param_groups[1]["params"]) == 8
+
+
+@ranks(2)
+def test_each_of_several_wrapped_models_has_first_and_last_layers_of_its_own() -> None:
+    pair = nn.ModuleDict({"left": wrapped(), "right": wrapped()})
+    optimizer = whole(muon, pair)
+    names = {each.name for one in optimizer._rounds for each in one.parameters}
+    assert names == {
+        f"{side}.blocks.{i}.{which}.weight"
+        for side in ("left", "right")
+        for i in range(3)
+        for which in ("up", "down")
+    }
+
+
+@ranks(2)
+def test_parameters_are_chosen_by_their_names() -> None:
+    names = ["blocks.2.down.weight", "embed.weight"]
+    optimizer = whole(muon, wrapped(), select=names)
+    chosen = [each.name for one in optimizer._rounds for each in one.parameters]
+    assert sorted(chosen) == names
+    unknown = r"select= has names of no trainable .* of \S+: \['block', 'x'\]"
+    with pytest.raises(ValueError, match=unknown):
+        whole(muon, wrapped(), select=[*names, "x", "block"])
+    with pytest.raises(ValueError, match=r"\['blocks'\]. Pass names of the unwrapped model"):
+        whole(muon, wrapped(), select="blocks")
+
+
+@EITHER
+@ranks(2)
+def test_ranks_that_choose_other_parameters_are_told_so(how: Any) -> None:
+    model = wrapped(how=how, process_group=dist.new_group([0, 1]))
+    others = "blocks.1" if dist.get_rank() else "blocks.2"
+    optimizer = whole(muon, model, select=lambda n, p: is_hidden_matrix(n, p) and others not in n)
+    train_step(model, 0)
+    with pytest.raises(RanksDisagreeError, match=r"optimizer step of unit '4 whole tensors, \w+'"):
+        optimizer.step()
 
 
 @ranks(2)

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils._pytree import tree_leaves
 
+import fullshard
 from fullshard import RanksDisagreeError, ShardingStrategy
 from fullshard.optim import optimizer as optimizer_module
 from fullshard.testing import ranks
@@ -295,6 +296,34 @@ def test_a_model_converted_after_its_optimizer_was_made_is_refused(how: Any) -> 
     model.double()
     model(torch.randn(4, 5, dtype=torch.float64)).square().mean().backward()
     with pytest.raises(RuntimeError, match=r"blocks\.0\.\S+ was torch.float32 on .* torch.float64"):
+        optimizer.step()
+
+
+@EITHER
+@ranks(2)
+def test_a_step_of_summoned_parameters_is_refused(how: Any) -> None:
+    model = wrapped(how=how)
+    optimizer = whole(muon, model)
+    train_step(model, 0)
+    before = full_values(model)
+    with (
+        fullshard.summon_full_params(model),
+        pytest.raises(
+            RuntimeError, match=r"values of blocks\.0\.\S+ are those of summon_full_params"
+        ),
+    ):
+        optimizer.step()
+    for name, (value, _) in full_values(model).items():
+        assert torch.equal(value, before[name][0])
+
+
+@ranks(2)
+def test_parameters_that_were_replaced_are_not_left_out_in_silence() -> None:
+    model = wrapped(how=InPlace.RESHARD)
+    optimizer = whole(muon, model)
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    train_step(model, 0)
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.weight is another object than when"):
         optimizer.step()
 
 

@@ -40,8 +40,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import fullshard
+from fullshard import CheckpointError, OptimStateKeyType, ShardingStrategy, optim_state_template
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import OptimStateKeyType, ShardingStrategy, optim_state_template
 from fullshard.testing import device, ranks, run_on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
@@ -218,6 +218,32 @@ def test_a_checkpoint_of_three_ranks_is_loaded_by_one_two_and_four(
     for size in (1, 2, 4):
         run_on_ranks(size, load, FULL_SHARD, make, tmp_path, weights, state)
     run_on_ranks(2, load, InPlace.RESHARD, make, tmp_path, weights, None)
+
+
+def to_the_bare_model(folder: Path, back: Path) -> dict[str, Any]:
+    """Load into the unwrapped model and its two optimizers, and save again what they have."""
+    bare = build(Net)
+    named = dict(bare.named_parameters())
+    matrices = [p for name, p in named.items() if is_hidden_matrix(name, p)]
+    optimizers = [muon(matrices), adamw(p for n, p in named.items() if not is_hidden_matrix(n, p))]
+    fullshard.load(folder, bare, optimizers)
+    fullshard.save(back, bare, optimizers, step=3)
+    states = [state_by_names(bare, each)["state"] for each in optimizers]
+    with pytest.raises(CheckpointError, match=r"1 optimizers, but 2 are .*other parameters"):
+        fullshard.load(folder, bare, [muon(matrices), adamw(matrices)])
+    return {**states[0], **states[1]}
+
+
+@pytest.mark.parametrize("how", [FULL_SHARD, InPlace.RESHARD])
+def test_a_checkpoint_goes_to_the_unwrapped_models_two_optimizers_and_back(
+    how: Any, tmp_path: Path
+) -> None:
+    weights = run_on_ranks(2, save, how, muon, tmp_path)[0]
+    state = run_on_ranks(2, load, FULL_SHARD, muon, tmp_path, weights, None)[0]
+    found = run_on_ranks(1, to_the_bare_model, tmp_path, tmp_path / "back")[0]
+    assert_same_optim_state({**state, "state": found}, state)
+    run_on_ranks(3, load, FULL_SHARD, muon, tmp_path / "back", weights, state)
+    run_on_ranks(3, load, how, muon, tmp_path / "back", weights, None)
 
 
 def test_a_checkpoint_of_fully_shard_is_loaded_by_the_wrapper_and_by_other_ranks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..engine.comm.collectives import Group
 from .owners import arrange_rounds, assign_owners
 from .parameters import WholeParameter
 from .rounds import Round
@@ -22,6 +24,8 @@ Cost = Callable[[str, torch.Tensor], float]
 #: Up to how many elements a rank owns of rounds that are merged into one.
 _ROUND_NUMEL = 4 * 2**20
 _NAMES_SHOWN = 5
+#: Of the digest by which ranks compare which tensors they step.
+_DIGITS = 8
 
 
 def whole(
@@ -48,8 +52,8 @@ def whole(
     All ranks call ``make``, with one parameter of the whole shape for each chosen one. It has no
     memory; its name in the unwrapped model is its attribute ``fqn``. By default, matrices are
     chosen, except those of embeddings and of the head. ``select`` takes a parameter's name and a
-    tensor of its shape, and returns whether it is chosen. Owners are balanced by numbers of
-    elements, or by ``cost``, which takes the same as ``select``.
+    tensor of its shape, and returns whether it is chosen; or it contains the names. Owners are
+    balanced by numbers of elements, or by ``cost``, which takes the name and the tensor, too.
 
     The model was wrapped with ``use_orig_params=True`` or sharded by ``fully_shard``. All ranks
     call this, and ``step``, ``state_dict`` and ``load_state_dict`` of what is returned.
@@ -86,6 +90,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         parameters = _with_owners(chosen, cost)
         self._twins = Twins(make, parameters)
         self._rounds = list(_rounds_of(parameters, self._twins, cost))
+        self._passes = _passes_of(parameters)
         self._twins.forget_model()
         ones: dict[Any, WholeParameter] = {}
         for each in parameters:
@@ -170,6 +175,8 @@ class WholeOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for each in self._one_of_each_unit:
             each.check()
+        for each in self._twins.parameters:
+            each.check_is_the_models()
         with torch.no_grad():
             self._twins.tell()
             self._run_rounds()
@@ -179,8 +186,8 @@ class WholeOptimizer(torch.optim.Optimizer):
 
     def _run_rounds(self) -> None:
         """Step each round while the next one travels; the other parameters meanwhile, too."""
-        for group in dict.fromkeys(each.group for each in self._rounds):
-            group.begin_pass("optimizer step", "(all)")
+        for group, content in self._passes.items():
+            group.begin_pass("optimizer step", content)
         rounds = self._rounds
         rounds[0].start()
         if self.rest is not None:
@@ -239,6 +246,20 @@ def _sharing(chosen: list[Found]) -> Iterator[list[Found]]:
     for each in chosen:
         groups.setdefault(each.unit.shards, []).append(each)
     yield from groups.values()
+
+
+def _passes_of(parameters: list[WholeParameter]) -> dict[Group, str]:
+    """For each process group, what all its ranks have to step: they compare these words."""
+    members: dict[Group, list[WholeParameter]] = {}
+    for each in parameters:
+        members.setdefault(each.group, []).append(each)
+    return {group: _content(found) for group, found in members.items()}
+
+
+def _content(parameters: list[WholeParameter]) -> str:
+    facts = [(each.name, each.shape, each.owner, str(each.dtype)) for each in parameters]
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:_DIGITS]
+    return f"{len(parameters)} whole tensors, {digest}"
 
 
 def _cost(name: str, tensor: torch.Tensor, cost: Cost | None) -> float:

@@ -42,6 +42,8 @@ class WholeParameter:
         self.numel = math.prod(self.shape)
         #: What has the parameter, with others of its unit.
         self.handle = found.handle
+        self._unit = found.unit
+        self._index = found.index
         self._slot: Slot = found.handle.layout.slots[found.index]
         layout, index = found.handle.layout, found.index
         self.parcel = Parcel(owner, found.sizes, found.handle.is_sharded)
@@ -81,6 +83,11 @@ class WholeParameter:
 
     def check(self) -> None:
         """Raise for what is so of all of its unit's parameters, and on all ranks."""
+        if self._unit.summoned:
+            raise RuntimeError(
+                f"The values of {self.name} are those of summon_full_params, which replace the "
+                "shards when it ends: a step of the shards would be lost. Step outside of it"
+            )
         if self.handle.keeps_local_gradients:
             raise RuntimeError(
                 f"The gradient of {self.name} is not reduced over the ranks yet, since the last "
@@ -92,6 +99,15 @@ class WholeParameter:
                 f"The optimizer of whole tensors was made when parameter {self.name} was "
                 f"{self._made_for[0]} on {self._made_for[1]}, and it is {dtype} on {device} now. "
                 "Make the optimizer after the model has been moved or converted"
+            )
+
+    def check_is_the_models(self) -> None:
+        """Raise if the model's parameter is another object now, which would not be stepped."""
+        if self.handle.params[self._index] is not self.parameter:
+            raise RuntimeError(
+                f"Parameter {self.name} is another object than when the optimizer of whole tensors "
+                "was made: load_state_dict(assign=True) and to_empty() replace parameters. Make "
+                "the optimizer after that"
             )
 
     def _flat(self, piece: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
@@ -18,8 +18,9 @@ from ..engine.params.tensor_parallel import local_part
 from ..engine.runtime.unit import Unit
 from ..state.model.units import units_in
 
-#: Takes a parameter's name in the unwrapped model, and a tensor of its shape without memory.
-Select = Callable[[str, torch.Tensor], bool]
+#: Takes a parameter's name in the unwrapped model, and a tensor of its shape without memory; or
+#: contains names.
+Select = Callable[[str, torch.Tensor], bool] | Collection[str]
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 #: What models call the module that turns hidden states into scores.
@@ -67,8 +68,12 @@ def divide(
     if select is None:
         default = hidden_matrices(model, found)
         chosen = [each for each in found if each in default]
-    else:
+    elif callable(select):
         chosen = [each for each in found if select(each.name, each.meta())]
+    else:
+        wanted = {select} if isinstance(select, str) else set(select)
+        chosen = [each for each in found if each.name in wanted]
+        _check_known(model, wanted - {each.name for each in chosen})
     if not chosen:
         raise ValueError(
             f"None of the {len(found)} trainable parameters in the units of "
@@ -90,29 +95,40 @@ def divide(
     return chosen, others
 
 
+def _check_known(model: nn.Module, unknown: set[str]) -> None:
+    if unknown:
+        raise ValueError(
+            f"select= has names of no trainable parameters in the units of {type(model).__name__}: "
+            f"{sorted(unknown)}. Pass names of the unwrapped model's named_parameters()"
+        )
+
+
 def hidden_matrices(model: nn.Module, found: list[Found]) -> set[Found]:
     """Matrices inside units, except those of embeddings and of the head.
 
-    If there are nested units, the outermost unit's own parameters count as the model's first and
-    last layers.
+    The own parameters of an outermost unit with others inside count as first and last layers.
     """
-    outermost = _outermost(model)
-    is_nested = any(each.unit is not outermost for each in found)
+    around = _around_others(model)
     edges = embeddings_and_heads(model)
     return {
         each
         for each in found
         if len(each.shape) == 2
-        and not (is_nested and each.unit is outermost)
+        and each.unit not in around
         and not any(place.module in edges for place in each.handle.places[each.index])
     }
 
 
-def _outermost(model: nn.Module) -> Unit | None:
-    """The unit inside which all others are, if there is one."""
-    first, *others = units_in(model)
-    inside = set(first.module.modules())
-    return first if all(unit.module in inside for unit in others) else None
+def _around_others(model: nn.Module) -> set[Unit]:
+    """The units that are inside no other one, and have others inside."""
+    units = units_in(model)
+    inside = {unit: {*unit.module.modules()} - {unit.module} for unit in units}
+    within = {other for unit in units for other in units if other.module in inside[unit]}
+    return {
+        unit
+        for unit in units
+        if unit not in within and any(other.module in inside[unit] for other in units)
+    }
 
 
 def embeddings_and_heads(model: nn.Module) -> set[nn.Module]:

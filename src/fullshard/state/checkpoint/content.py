@@ -26,8 +26,9 @@ from ..model.sharded_tensors import empty_like, is_sharded, shape_of
 from ..model.units import units_in
 from ..optim.load import check_loadable
 from ..optim.methods import OptimStateDicts
-from ..optim.params import parameter_groups_of
+from ..optim.params import optim_groups, parameter_groups_of
 from . import in_place
+from .division import divided
 from .errors import CheckpointError
 from .manifest import Manifest, Table
 from .plain import entries
@@ -89,6 +90,25 @@ def sharded_state(model: nn.Module) -> dict[str, Any]:
     """The model's own sharded state, for its names, shapes and placements."""
     with _sharded(model):
         return dict(model.state_dict())
+
+
+def states_for(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    states: Sequence[Mapping[str, Any]],
+) -> list[Any] | None:
+    """The saved states, one for each optimizer; None if they are those of other parameters.
+
+    As many as were saved get them in order, others by the names of their parameters.
+    """
+    if len(states) == len(optimizers):
+        return list(states)
+    in_place.rest(model)
+    groups = [optim_groups(model, parameter_groups_of(model, each)) for each in optimizers]
+    return divided(
+        states,
+        [[o for group in found for param in group for o in param.originals] for found in groups],
+    )
 
 
 def check_optimizers(

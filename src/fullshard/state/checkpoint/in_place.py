@@ -27,7 +27,7 @@ def is_sharded_in_place(model: nn.Module) -> bool:
 
 def state_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """The sharded state of a model and its optimizers."""
-    _rest(model)
+    rest(model)
     return {
         "model": dict(model.state_dict()),
         "optimizers": [get_optimizer_state_dict(model, each) for each in optimizers],
@@ -41,13 +41,13 @@ def put_back(
     states: Sequence[Any],
 ) -> None:
     """Load a model's and its optimizers' sharded state."""
-    _rest(model)
+    rest(model)
     model.load_state_dict(state)
     for each, found in zip(optimizers, states, strict=True):
         set_optimizer_state_dict(model, each, found)
 
 
-def _rest(model: Any) -> None:
+def rest(model: Any) -> None:
     """Have sharded parameters in place, where a forward left full ones."""
     for module in filter(is_unit, model.modules()):
         reshard: Any = getattr(module, "reshard", None)

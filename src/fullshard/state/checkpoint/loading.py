@@ -25,6 +25,7 @@ from .content import (
     optimizers_in,
     put_back,
     sharded_state,
+    states_for,
 )
 from .errors import CheckpointError, DamagedCheckpoint
 from .group import CheckpointGroup, explain
@@ -166,11 +167,11 @@ class _Loading:
         def prepare() -> tuple[dict[str, Any], Any, Any]:
             own = sharded_state(model)
             check_same_model(own, manifest, str(checkpoint))
-            _check_optimizers(optimizers, manifest, checkpoint)
             targets = Targets(own, manifest, checkpoint)
             state = decode(manifest.content["model"], targets.tensor)
             saved = manifest.content["optimizers"] if optimizers else []
-            return targets.tensors, state, decode(saved, targets.tensor)
+            states = decode(saved, targets.tensor)
+            return targets.tensors, state, _states_for(model, optimizers, states, checkpoint)
 
         tensors, state, states = ranks.on_all_ranks(prepare)
         _read(Reader(checkpoint, manifest), ranks, tensors)
@@ -235,14 +236,16 @@ def _none_whole(path: Path, damages: Sequence[DamagedCheckpoint]) -> CheckpointE
     )
 
 
-def _check_optimizers(
-    optimizers: list[torch.optim.Optimizer], manifest: Manifest, found: Path
-) -> None:
-    saved = len(manifest.content["optimizers"])
-    if optimizers and len(optimizers) != saved:
+def _states_for(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], saved: list[Any], found: Path
+) -> list[Any]:
+    states = states_for(model, optimizers, saved)
+    if states is None:
         raise CheckpointError(
-            f"{found} was saved with {saved} optimizers, but {len(optimizers)} are to be loaded"
+            f"{found} was saved with {len(saved)} optimizers, but {len(optimizers)} are to be "
+            "loaded, and they have other parameters"
         )
+    return states
 
 
 def _read(reader: Reader, ranks: CheckpointGroup, tensors: dict[str, Any]) -> None:
