@@ -62,6 +62,15 @@ PARTS: dict[str, dict[str, Stage]] = {
             220,
         ),
     },
+    "learning": {
+        # A run that the limit cuts off goes on from its last checkpoint when the part is run again.
+        "learning": Stage(
+            "benchmarks/learning.py --device cuda --steps 4000 --jobs 9 --runs {folder}/learning "
+            "--set layers=4 width=192 heads=6 sequence=128 batch=32 precision=bfloat16 "
+            "--picture {folder}/learning.png",
+            540,
+        ),
+    },
     "sights": {
         "trace": Stage(
             "benchmarks/trace.py --simulate 64 --bandwidth 100 --page {folder}/trace.html", 90

@@ -82,7 +82,7 @@ def main() -> int:
     given = parser.parse_args()
     began = time.monotonic()
     results = []
-    with _multi_process_service(), ThreadPoolExecutor(given.jobs) as pool:
+    with multi_process_service(), ThreadPoolExecutor(given.jobs) as pool:
         runs = [pool.submit(_run, file, given, began) for file in _files(given.paths)]
         for run in as_completed(runs):
             result = run.result()
@@ -95,7 +95,7 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def _multi_process_service() -> Iterator[None]:
+def multi_process_service() -> Iterator[None]:
     """Run NVIDIA's Multi-Process Service for processes started inside, if the machine has it."""
     control = shutil.which("nvidia-cuda-mps-control")
     if control is None:

@@ -26,7 +26,7 @@ from .api import (
 )
 from .construction import Initial, Material, construct_unit
 from .engine.comm.process_groups import ProcessGroups, resolve_groups, strategy_for
-from .engine.init.communication import checked_communication
+from .engine.init.communication import checked_communication, share_secondary_shards
 from .engine.init.optimizer_warnings import watch_optimizers, watching
 from .engine.init.packing import PLAIN, packings_of
 from .engine.init.validation import check_modules, check_one_device, note_pieces, note_places
@@ -294,6 +294,9 @@ class FullyShardedDataParallel(
                 other._unit.start_training(_unit_name(name, other), other._forward_pre_hooks)
         units = [other._unit for other in modules]
         check_one_device(unit for unit in units if unit.handles)
+        for unit in units:
+            # Copies and pickles come without them.
+            share_secondary_shards(unit)
         for other in modules:
             if other._schedule is not None:
                 other._schedule.rest()

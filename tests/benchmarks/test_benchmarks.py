@@ -251,3 +251,18 @@ def test_optimizers_of_whole_tensors_are_compared_over_every_network(results: An
         for values in rows.values():
             assert values["step ms"] > 0
     assert {"exposed ms"} <= set(found["0.01"]["Muon whole"])
+
+
+@pytest.mark.skipif(not os.environ.get("FULLSHARD_LONG"), reason="six ranks: only in long runs")
+def test_runs_with_and_without_encoding_are_compared_and_not_repeated(tmp_path: Path) -> None:
+    small = ["--steps", "20", "--seeds", "0", "--set", "layers=1", "width=32", "sample=4"]
+    words = [*small, "--jobs", "3", "--runs", str(tmp_path), "--json", str(tmp_path / "it.json")]
+
+    first, _ = start("learning", *words).communicate(timeout=240)
+    again, _ = start("learning", *words).communicate(timeout=60)
+    read, _ = start("learning", "--read", str(tmp_path / "it.json")).communicate(timeout=60)
+
+    assert "int8 all-gather and reduce" in first
+    assert first == again == read
+    rows = json.loads((tmp_path / "it.json").read_text())["rows"]
+    assert len({row["loss"] for row in rows.values()}) == 3

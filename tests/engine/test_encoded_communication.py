@@ -34,6 +34,9 @@ from fullshard import (
     ShardedGradScaler,
     ShardingStrategy,
 )
+from fullshard.engine.comm.collectives import Group
+from fullshard.engine.grads.encoded_reduce import staging_dtype, start_encoded_reduce
+from fullshard.engine.grads.gradients import stage
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -287,6 +290,38 @@ def whole_norm(norm: Any) -> torch.Tensor:
     """The norm of all ranks' parts."""
     found: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return found
+
+
+@with_both_apis
+@ranks(3)
+def test_gradients_in_bfloat16_are_sent_as_if_they_were_widened_first(api: str) -> None:
+    precision = MixedPrecision(torch.bfloat16, torch.float32)
+    model = shard(api, build(), INT8, mixed_precision=precision)
+    block = next(module for module in model.modules() if isinstance(module, Block))
+    units = [w._unit for w in FullyShardedDataParallel.fsdp_modules(model) if w.module is block]
+    unit = units[0] if api == "wrapper" else block._fullshard_module_unit.unit  # type: ignore
+    handle = next(handle for handle in unit.handles if handle.reduced_in is not None)
+    torch.manual_seed(dist.get_rank())
+    shapes = [slot.shape for slot in handle.layout.slots]
+    gradients: list[Any] = [torch.randn(shape).bfloat16().to(device()) for shape in shapes]
+    gradients[0] = None if dist.get_rank() == 0 else gradients[0]
+    # As a backend other than gloo has it.
+    group = Group(dist.new_group(), device().type)
+    sums = []
+    for dtype in (torch.float32, torch.bfloat16):
+        staged = stage(handle, gradients, dtype=dtype)
+        total, wait = start_encoded_reduce(
+            handle, staged.flat, staged.absent, group, "unit", mean=False, keeps_dtype=False
+        )
+        wait()
+        staged.release()
+        sums.append(total)
+
+    assert torch.equal(*sums)
+    assert sums[1].dtype is torch.float32
+    assert staging_dtype(handle, gradients, group) is torch.bfloat16
+    kept = [gradient.float() for gradient in gradients[1:]]
+    assert staging_dtype(handle, kept, group) is torch.float32
 
 
 @ranks(4)

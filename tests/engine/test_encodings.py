@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -196,6 +200,26 @@ def test_kernels_compute_what_torchs_operations_do(
     rounding = torch.finfo(kept).eps * by_operations.float().abs()
     assert (off[finite] > rounding[finite]).float().mean() < 0.01
     assert torch.equal(total.isfinite(), expected.isfinite())
+
+
+def test_a_triton_that_cannot_be_imported_leaves_it_to_torchs_operations(tmp_path: Path) -> None:
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("raise OSError('not built for this machine')")
+    program = (
+        "import torch; from fullshard.engine.encoding import kernels; "
+        "print(kernels._run_on(torch.device('cpu'), torch.int8))"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.stdout == "False\n", done.stderr
+    assert "cannot make its programs here: not built for this machine" in done.stderr
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS)

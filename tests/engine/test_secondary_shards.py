@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ import fullshard
 from fullshard import Communication, FullyShardedDataParallel, MixedPrecision
 from fullshard.engine.comm.collectives import Group
 from fullshard.engine.comm.hosts import HOST_VARIABLE
+from fullshard.engine.comm.neighbours import neighbours_in
 from fullshard.engine.encoding.encodings import BlockEncoding
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
@@ -352,6 +355,39 @@ def test_on_one_host_second_shards_of_its_ranks_change_nothing(api: str) -> None
     ]
     assert not any(unit is not None and unit.parts is not None for unit in units)
     assert all(gradient is not None for gradient in gradients_of(model).values())
+
+
+@pytest.mark.parametrize("asked", [(True, 1), (1, True)])
+@ranks(4)
+def test_second_shards_of_one_rank_are_not_those_of_a_host(asked: tuple[bool | int, ...]) -> None:
+    os.environ[HOST_VARIABLE] = "aabb"[dist.get_rank()]
+    try:
+        group = dist.new_group(range(4))
+        found = {str(each): neighbours_in(group, each) for each in asked}
+    finally:
+        del os.environ[HOST_VARIABLE]
+
+    assert found["1"] is None
+    assert found["True"] is not None
+    assert found["True"].size() == 2
+
+
+@ranks(4)
+def test_copies_and_pickles_of_a_model_keep_second_shards() -> None:
+    model = shard("wrapper", build(5), TWO)
+    loss_of(model).backward()
+
+    def in_backward(model: Any) -> int:
+        loss = loss_of(model)
+        with counted_bytes() as received:
+            loss.backward()
+        return received.by_group_size[2]
+
+    expected = in_backward(model)
+    assert expected > 0
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        loss_of(other).backward()
+        assert in_backward(other) == expected
 
 
 @with_both_apis

@@ -198,18 +198,21 @@ def _sizes(unit: UnitDescription, options: Options, facts: Facts, layout: Layout
     reduces = facts.ranks > 1
     shards_in_all = 1 if whole else facts.ranks
     gathered = unit.gathered_bytes if layout == "rows" and not whole else 0
-    messages = 0
+    reduce_buffer, messages = gradient_shard * shards_in_all if reduces else 0, 0
     if not whole:
         gathered += int(unit.elements * _BYTES_ON_THE_WIRE[options.all_gather])
         others = (facts.ranks - 1) / facts.ranks
         # Those that are sent, and as many that are received.
         messages = int(2 * others * unit.elements * trained * _BYTES_ON_THE_WIRE[options.reduce])
+        if messages and options.precision == "bfloat16" and facts.policy.runs_ahead:
+            # Not widened to float32 before they are encoded.
+            reduce_buffer //= 2
     return UnitSizes(
         path=unit.path,
         shard=unit.shard_bytes,
         gradient_shard=gradient_shard,
         full=0 if uses_shard else unit.gathered_bytes,
-        reduce_buffer=gradient_shard * shards_in_all if reduces else 0,
+        reduce_buffer=reduce_buffer,
         reduced=gradient_shard,
         gathered=gathered,
         messages=messages,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from .hosts import hosts_of
 from .process_groups import group_among
 
-_known: weakref.WeakKeyDictionary[Any, dict[bool | int, Any]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 def neighbours_in(group: Any, asked: bool | int) -> Any | None:
@@ -25,7 +25,9 @@ def neighbours_in(group: Any, asked: bool | int) -> Any | None:
             f"parameters are {group!r} of type {type(group).__name__}"
         )
     known = _known.setdefault(group, {})
-    if asked not in known:
+    # As text, since 1 and True are the same key.
+    key = str(asked)
+    if key not in known:
         size = group.size()
         count = _ranks_per_host(group) if asked is True else int(asked)
         if count < 1 or size % count:
@@ -36,8 +38,8 @@ def neighbours_in(group: Any, asked: bool | int) -> Any | None:
         ranks = dist.get_process_group_ranks(group)
         parts = [ranks[first : first + count] for first in range(0, size, count)]
         alone = count in (1, size)
-        known[asked] = None if alone else group_among(parts, group, "secondary shards")
-    return known[asked]
+        known[key] = None if alone else group_among(parts, group, "secondary shards")
+    return known[key]
 
 
 def _ranks_per_host(group: Any) -> int:

@@ -32,7 +32,7 @@ def serve(tensor: torch.Tensor, codes: torch.dtype, block: int) -> bool:
         return False
     if not tensor.is_cuda:
         # Triton's interpreter rounds to float8 in a way of its own.
-        return codes is torch.int8 and _interprets() and _compiled() is not None
+        return codes is torch.int8 and _interprets() and _is_installed()
     return _run_on(tensor.device, codes)
 
 
@@ -77,9 +77,10 @@ def add(codes: torch.Tensor, scales: torch.Tensor, total: torch.Tensor, block: i
         scales,
         total,
         total.numel(),
-        codes.shape[0],
         codes.stride(0),
         scales.stride(0),
+        # A constant, as Triton 3.6 cannot interpret a loop over another number with numpy 2.4.
+        COUNT=codes.shape[0],
         **sizes,
     )
 
@@ -98,10 +99,11 @@ def _programs(scales: torch.Tensor, sizes: dict[str, int]) -> int:
 @functools.cache
 def _run_on(device: torch.device, codes: torch.dtype) -> bool:
     """True if Triton is installed and makes programs here: it needs a C compiler, too."""
-    if _compiled() is None or (codes is not torch.int8 and not _has_float8(device)):
+    if not _is_installed() or (codes is not torch.int8 and not _has_float8(device)):
         return False
     numbers, coded, scales = torch.zeros(3, 1, 16, device=device)
     try:
+        # Which imports Triton first: that may fail as well, if it was built for another machine.
         encode(numbers, coded.to(codes), scales[:, :1], 16, 1.0)
     except Exception as error:
         warnings.warn(
@@ -125,8 +127,11 @@ def _interprets() -> bool:
 
 
 @functools.cache
+def _is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
 def _compiled() -> Any:
-    """The module with the kernels, or None without Triton."""
-    if importlib.util.find_spec("triton") is None:
-        return None
+    """The module with the kernels, which imports Triton."""
     return importlib.import_module(".triton_kernels", __package__)

@@ -95,17 +95,17 @@ def add(
     scales,
     total,
     numel,
-    count,
     codes_stride,
     scales_stride,
+    COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Add the numbers of blocks, of all rows, to the total."""
+    """Add the numbers of blocks, of all ``COUNT`` rows, to the total."""
     blocks, there, at, used = _places(numel, BLOCK, WIDTH, BLOCKS)
     sums = tl.load(total + at, mask=used, other=0.0).to(tl.float32)
-    for index in range(count):
+    for index in range(COUNT):
         row = tl.cast(index, tl.int64)
         scale = tl.load(scales + row * scales_stride + blocks, mask=there, other=0.0)
         values = tl.load(codes + row * codes_stride + at, mask=used)

@@ -14,13 +14,30 @@ Note: absent gradients in encoded parts
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ..comm.collectives import Group
 from ..params.handle import FlatParamHandle
 from ..params.unused_parameters import used_parameter_bytes
+
+
+def staging_dtype(
+    handle: FlatParamHandle, gradients: Sequence[torch.Tensor | None], group: Group
+) -> torch.dtype:
+    """The dtype in which gradients wait to be reduced: the reduce dtype, or a narrower one.
+
+    Gradients that autograd computed in bfloat16 stay so until they are encoded, which saves half of
+    the memory and of its traffic: they are sent and added up as if they had been cast to float32
+    first. Where hosts exchange more than what is encoded, as over gloo, all ranks need the same
+    dtype, whatever gradients each has, so it is the reduce dtype there.
+    """
+    reduce, compute = handle.dtypes.reduce, handle.dtypes.compute
+    widened = (compute, reduce) == (torch.bfloat16, torch.float32)
+    if handle.reduced_in is None or not widened or not group.runs_ahead:
+        return reduce
+    return compute if all(g is None or g.dtype is compute for g in gradients) else reduce
 
 
 def start_encoded_reduce(
@@ -34,13 +51,14 @@ def start_encoded_reduce(
 ) -> tuple[torch.Tensor, Callable[[], None]]:
     """Begin to sum ``flat``; returns the sum, and a function that waits for it.
 
-    The sum is in float32, or in the dtype of ``flat`` if ``keeps_dtype``.
+    The sum is in float32, or in the reduce dtype if ``keeps_dtype``.
     """
     encoding = handle.reduced_in
     assert encoding is not None
-    wide = torch.promote_types(flat.dtype, torch.float32)
+    reduce = handle.dtypes.reduce
+    wide = torch.promote_types(reduce, torch.float32)
     numel = handle.layout.shard_numel
-    total = flat.new_empty(numel, dtype=flat.dtype if keeps_dtype else wide)
+    total = flat.new_empty(numel, dtype=reduce if keeps_dtype else wide)
     sums = total if total.dtype is wide else flat.new_empty(numel, dtype=wide)
     present = used_parameter_bytes(len(handle.layout.slots), tuple(absent), flat.device)
     await_sum = group.start_encoded_reduce(sums, flat, present, encoding, unit)

@@ -122,13 +122,19 @@ class Average(NamedTuple):
         return cls(shards, copies, before, after, in_collective)
 
 
-def stage(handle: FlatParamHandle, gradients: Gradients, fills_unused: bool = False) -> ReduceInput:
+def stage(
+    handle: FlatParamHandle,
+    gradients: Gradients,
+    fills_unused: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> ReduceInput:
     """Copy a group's gradients into its reduce buffer, and cast them to the reduce dtype on the
-    way.
+    way, or to ``dtype``.
 
     ``fills_unused``: parameters without a gradient get one of zeros, on every rank.
     """
-    dtype = handle.dtypes.reduce
+    dtype = dtype or handle.dtypes.reduce
     buffer: ReduceBuffer | None = None
     if handle.is_sharded:
         buffer = handle.reduce_buffers.get(dtype) or handle.reduce_buffer(dtype)

@@ -17,6 +17,7 @@ from ..comm.pending_work import kept_alive
 from ..params.handle import REQUIRES_GRAD, FlatParamHandle
 from . import gradients as flow
 from .comm_hook import Ballot, CommHook, reduce_with_hook, settle_by_vote
+from .encoded_reduce import staging_dtype
 from .local_gradients import keep_local, take_local
 
 if TYPE_CHECKING:
@@ -97,7 +98,13 @@ class Reduction:
                 else:
                     own.deliver()
             else:
-                self._staged.append(flow.stage(handle, full, self.fills_unused))
+                dtype = self._staging_dtype(handle, full)
+                self._staged.append(flow.stage(handle, full, self.fills_unused, dtype=dtype))
+
+    def _staging_dtype(self, handle: FlatParamHandle, full: flow.Gradients) -> torch.dtype:
+        if handle.reduced_in is None or self.comm_hook is not None:
+            return handle.dtypes.reduce
+        return staging_dtype(handle, full, self._unit.shards)
 
     @property
     def _changes_gradients(self) -> bool:

@@ -24,7 +24,7 @@ from ..params.packed_handle import PackedFlatHandle
 from ..params.tensor_parallel import Distribution
 from ..runtime.policy import UnitOptions
 from ..runtime.unit import Unit
-from .communication import few_ranks
+from .communication import share_secondary_shards
 
 ParameterOrder = dict[nn.Module, tuple[str, ...]]
 
@@ -235,6 +235,5 @@ def build_unit(
     shards = group_for(groups.shards, device)
     copies = group_for(groups.copies, device) if groups.copies is not None else None
     unit = Unit(type(module).__name__, module, handles, shards, copies, device, options)
-    if communication is not None and communication.secondary_shards:
-        unit.keep_parts(few_ranks(communication, groups.shards, device))
+    share_secondary_shards(unit)
     return unit

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ...api import Communication
 from ..comm.collectives import group_for
 from ..comm.neighbours import neighbours_in
 from ..runtime.parts import FewRanks
 from ..runtime.policy import UnitOptions
+from ..runtime.unit import Unit
 
 
 def check_kind(given: Any) -> None:
@@ -56,7 +55,14 @@ def checked_communication(
     return given
 
 
-def few_ranks(communication: Communication, shards: Any, device: torch.device) -> FewRanks | None:
-    """The ranks that together keep secondary shards of a unit in the flat layout, if any."""
-    group = neighbours_in(shards, communication.secondary_shards)
-    return None if group is None else FewRanks(group_for(group, device), None)
+def share_secondary_shards(unit: Unit) -> None:
+    """Have a unit in the flat layout keep secondary shards, if its options say so.
+
+    All ranks that share it call this. Nothing changes if it keeps some already.
+    """
+    given, shards = unit.options.communication, unit.shards
+    if given is None or not given.secondary_shards or shards.size == 1 or unit.parts is not None:
+        return
+    few = neighbours_in(shards.group, given.secondary_shards)
+    if few is not None:
+        unit.keep_parts(FewRanks(group_for(few, unit.device), None))

@@ -120,6 +120,7 @@ class UnitBase:
             "joining": None,
             "_on_gradients": None,
             "_all_gathers": [],
+            "_gathers_over": self.shards,
             "full_buffers": [],
             "_nodes": {},
             "_changes": [],
