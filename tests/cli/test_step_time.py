@@ -311,6 +311,19 @@ def test_plan_draws_the_step(tmp_path: Path) -> None:
     assert len(drawn["table"]) == 13
 
 
+@pytest.mark.parametrize(
+    ("ranks", "bandwidth", "is_said"), [(8, None, False), (16, None, True), (16, "50G", False)]
+)
+def test_plan_says_when_it_takes_the_links_of_a_host_for_the_network_between_hosts(
+    ranks: int, bandwidth: str | None, is_said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timing = Timing(machine="h100", bandwidth=bandwidth)
+
+    assert show_plan({"ranks": ranks, "batch": 16, "device": "cuda"}, timing=timing) == 0
+
+    assert ("such as --bandwidth 50G" in capsys.readouterr().out) == is_said
+
+
 def test_plan_finds_the_fastest_that_fits() -> None:
     done = plan("--model", "small", "--ranks", "8", "--fit", "a100-40g")
 

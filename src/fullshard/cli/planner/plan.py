@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from .timing import (
     fit_text,
     foretold_trace,
     machine_for,
+    network_text,
     nothing_fits_text,
     time_text,
 )
@@ -110,7 +110,7 @@ def plan(
     _print_memory(console, predicted)
     if machine is not None:
         data = foretold_trace(step, options, machine)
-        _print_time(console, data, machine, timing.picture)
+        _print_time(console, data, machine, timing)
     if limit is None:
         return 0
     console.print(_verdict(predicted.total, limit, str(device_memory)))
@@ -124,11 +124,14 @@ def _print_memory(console: Console, predicted: Prediction) -> None:
         console.print(f"Host memory: {size_text(predicted.host)} per rank.")
 
 
-def _print_time(console: Console, data: TraceData, machine: Machine, picture: Path | None) -> None:
+def _print_time(console: Console, data: TraceData, machine: Machine, timing: Timing) -> None:
     console.print(time_text(data, machine))
-    if picture is not None:
-        write(data, picture)
-        console.print(f"Timeline in {picture}.")
+    assumed = network_text(timing, machine, len(data.summaries))
+    if assumed is not None:
+        console.print(assumed)
+    if timing.picture is not None:
+        write(data, timing.picture)
+        console.print(f"Timeline in {timing.picture}.")
 
 
 def _layout(api: str) -> Layout:
