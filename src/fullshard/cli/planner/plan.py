@@ -84,7 +84,7 @@ def plan(
     chooses_wrap = is_own and "wrap" not in values
     if chooses_wrap:
         options = dataclasses.replace(options, wrap=repeated_class(subject.model) or "none")
-    device = torch.device(_device_kind(options, device_memory))
+    device = torch.device(_device_kind(options, device_memory, timing.machine))
     machine = machine_for(timing, device, device_memory) if timing.is_asked_for else None
     console = Console(highlight=False, soft_wrap=True)
     with step_errors_as_bad_input(model) if is_own else contextlib.nullcontext():
@@ -130,7 +130,10 @@ def _print_time(console: Console, data: TraceData, machine: Machine, timing: Tim
     if assumed is not None:
         console.print(assumed)
     if timing.picture is not None:
-        write(data, timing.picture)
+        try:
+            write(data, timing.picture)
+        except OSError as problem:
+            raise BadInput(f"--picture {timing.picture} cannot be written: {problem}") from None
         console.print(f"Timeline in {timing.picture}.")
 
 
@@ -162,10 +165,12 @@ def _check_no_sizes(model: str, values: Mapping[str, Any], vocabulary: int | Non
         )
 
 
-def _device_kind(options: Options, device_memory: str | None) -> str:
-    """The type of device to plan for: ``--device-memory`` implies a GPU."""
+def _device_kind(options: Options, device_memory: str | None, machine: str | None) -> str:
+    """The type of device to plan for: that of ``--machine``; ``--device-memory`` implies a GPU."""
     if options.device != "auto":
         return options.device
+    if machine is not None:
+        return "cpu" if machine.lower() == "cpu" else "cuda"
     return "cuda" if device_memory or torch.cuda.is_available() else "cpu"
 
 
