@@ -72,8 +72,8 @@ class Automatic:
         if (self._trace is None or self._trace.is_recording) and os.environ.get("RANK") == "0":
             print(
                 f"fullshard: no trace in {self._path}: the program ended before the forward that "
-                f"follows {_STEPS_BEFORE + self._steps} optimizer steps; ask for fewer "
-                "(--trace-steps)",
+                f"follows {_STEPS_BEFORE + self._steps} optimizer steps; let it train "
+                "for longer, or ask for fewer steps (--trace-steps)",
                 file=sys.stderr,
             )
 
