@@ -26,9 +26,10 @@ from pathlib import Path
 MODEL = "--layers 6 --heads 8 --width 512 --sequence 128 --batch 8"
 RUN = "--ranks 2 --device cpu --steps 8 --log-every 1 --save-every 0 --sample 0 --schedule constant"
 #: What every row plans, for eight GPUs.
+SEQUENCES, LENGTH = 32, 2048
 PLANNED = (
-    "--model 7b --vocabulary 32000 --ranks 8 --device cuda --batch 32 --sequence 2048 "
-    "--precision bfloat16"
+    "--model 7b --vocabulary 32000 --ranks 8 --device cuda --machine h100 "
+    f"--batch {SEQUENCES} --sequence {LENGTH} --precision bfloat16"
 )
 ROWS = {
     "replicas": "--strategy no_shard",
@@ -92,9 +93,15 @@ def plan(flags_of: dict[str, str]) -> dict[str, dict[str, float]]:
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         total = re.search(r"total\s*\W\s*([\d.,]+) (\wiB)", printed)
         assert total is not None, printed
+        step = re.search(r"A step takes about ([\d.]+) (ms|s)\b", printed)
+        assert step is not None, printed
         unit = {"MiB": 2**-10, "GiB": 1.0, "TiB": 2**10}[total[2]]
-        rows[row] = {"GiB": float(total[1].replace(",", "")) * unit}
-        print(f"{row}: {rows[row]['GiB']:.1f} GiB   fullshard plan {PLANNED} {flags}")
+        seconds = float(step[1]) * {"ms": 1e-3, "s": 1.0}[step[2]]
+        rows[row] = {
+            "GiB": float(total[1].replace(",", "")) * unit,
+            "tokens/s": float(f"{SEQUENCES * LENGTH / seconds:.3g}"),
+        }
+        print(f"{row}: {rows[row]}   fullshard plan {PLANNED} {flags}")
     return rows
 
 
@@ -103,7 +110,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--plan", action="store_true", help="predict memory; train nothing")
+    parser.add_argument("--plan", action="store_true", help="predict; train nothing")
     parser.add_argument("--rows", nargs="+", choices=[*ROWS, *PLAN_ROWS], metavar="ROW")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()

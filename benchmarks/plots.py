@@ -52,15 +52,18 @@ def three_digits(value: float) -> str:
 
 
 def bars(axes: Any, values: dict[str, float | None], title: str, label: str) -> None:
-    """One bar per row, with its number; rows without one are left out. The legend has names."""
+    """One bar per row, with its number, and so without an axis; rows without one are left out.
+    The legend has names.
+    """
     known = {row: value for row, value in values.items() if value is not None}
     drawn = axes.bar(range(len(known)), list(known.values()), color=[COLORS[row] for row in known])
     axes.bar_label(drawn, fmt=three_digits, padding=2)
     axes.set_title(title, fontsize="medium")
     axes.set_ylabel(label)
     axes.set_xticks([])
+    axes.set_yticks([])
     axes.margins(y=0.15)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
 
 
 def legend_of(figure: Figure, rows: list[str]) -> None:
@@ -77,13 +80,15 @@ def rows_in(parts: list[dict[str, Any]]) -> list[str]:
 def draw_step(results: dict[str, Any]) -> Figure:
     """Step time and peak memory of every case."""
     cases = results["cases"]
-    size = (max(3.2 * len(cases), 7), 6)
+    # As wide as a page of the documents, so that words stay as large as those around the picture.
+    size = (max(1.9 * len(cases), 7), 5)
     figure, grid = pyplot.subplots(2, len(cases), figsize=size, squeeze=False, layout="constrained")
-    for case, axes in zip(cases, grid.T, strict=True):
+    for number, (case, axes) in enumerate(zip(cases, grid.T, strict=True)):
         rows = case["rows"]
-        title = in_words(case["case"])
-        bars(axes[0], {r: v["step ms"] for r, v in rows.items()}, title, "ms per step")
-        bars(axes[1], {r: v["allocated GiB"] for r, v in rows.items()}, "", "peak memory, GiB")
+        title = in_words(case["case"]).replace(", ", ",\n")
+        time, memory = ("", "") if number else ("ms per step", "peak memory, GiB")
+        bars(axes[0], {r: v["step ms"] for r, v in rows.items()}, title, time)
+        bars(axes[1], {r: v["allocated GiB"] for r, v in rows.items()}, "", memory)
     legend_of(figure, rows_in(cases))
     return figure
 
@@ -91,14 +96,13 @@ def draw_step(results: dict[str, Any]) -> Figure:
 def draw_cpu(results: dict[str, Any]) -> Figure:
     """Ratios to the bare model, and memory, on real ranks."""
     runs = results["runs"]
-    size = (max(5 * len(runs), 8), 6)
+    size = (max(4 * len(runs), 8), 5)
     figure, grid = pyplot.subplots(2, len(runs), figsize=size, squeeze=False, layout="constrained")
-    for run, axes in zip(runs, grid.T, strict=True):
+    for number, (run, axes) in enumerate(zip(runs, grid.T, strict=True)):
         rows, title = run["rows"], f"{run['ranks']} ranks over gloo"
-        bars(
-            axes[0], {r: v.get("x bare") for r, v in rows.items()}, title, "time of a step, x bare"
-        )
-        bars(axes[1], {r: v["peak MiB"] for r, v in rows.items()}, "", "peak MiB per rank")
+        time, memory = ("", "") if number else ("time of a step, x bare", "peak MiB per rank")
+        bars(axes[0], {r: v.get("x bare") for r, v in rows.items()}, title, time)
+        bars(axes[1], {r: v["peak MiB"] for r, v in rows.items()}, "", memory)
     legend_of(figure, rows_in(runs))
     return figure
 
@@ -137,7 +141,7 @@ SWEEPS = {"units": "units", "parameters": "parameters per unit", "ranks": "ranks
 def draw_growth(results: dict[str, Any]) -> Figure:
     """Set-up and step time against each size, on logarithmic axes."""
     sweeps = results["sweeps"]
-    size = (4 * len(sweeps), 4)
+    size = (3.2 * len(sweeps), 4)
     figure, grid = pyplot.subplots(
         1, len(sweeps), figsize=size, squeeze=False, sharey=True, layout="constrained"
     )

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+import fullshard
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -50,6 +55,35 @@ def test_pages_that_the_index_for_language_models_links_to_exist() -> None:
     assert len(linked) > 20
     for page in linked:
         assert (ROOT / "docs" / page).exists(), page
+
+
+def test_every_page_of_the_site_is_in_the_index_for_language_models() -> None:
+    index = (ROOT / "docs" / "llms.txt").read_text(encoding="utf-8")
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = set(re.findall(r": ([\w/-]+\.md)$", site, re.MULTILINE)) - {"index.md"}
+
+    assert len(pages) > 30
+    assert pages - set(re.findall(r"\]\(([^)]+)\)", index)) == set()
+
+
+def test_the_index_on_the_site_links_to_the_pages_of_the_site(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "docs" / "llms.txt", tmp_path)
+    hooks = runpy.run_path(str(ROOT / "docs" / "_site" / "links.py"))
+
+    hooks["on_post_build"](SimpleNamespace(site_dir=tmp_path, site_url="https://a.org/b/"))
+
+    index = (tmp_path / "llms.txt").read_text(encoding="utf-8")
+    assert "](https://a.org/b/recipes/lora/)" in index
+    assert ".md)" not in index
+
+
+def test_every_public_name_is_in_the_reference_once() -> None:
+    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs/reference").glob("*.md")]
+    described = re.findall(r"^::: fullshard\.(\w+)$", "\n".join(pages), re.MULTILINE)
+
+    assert len(described) == len(set(described))
+    # fullshard.optim is a module, whose names have a page of their own.
+    assert set(fullshard.__all__) - set(described) == {"optim"}
 
 
 def as_anchor(heading: str) -> str:

@@ -41,6 +41,7 @@ from fullshard.cli.planner.timing import Timing
 from fullshard.cli.problems import BadInput
 from fullshard.tracing.analysis import segments
 from fullshard.tracing.records import COLLECTIVES, RankTrace, What
+from fullshard.wrap.description import Layout
 
 H200 = MACHINES["h200"]
 #: Collectives that return at once, as in benchmarks/step.py.
@@ -68,13 +69,14 @@ def foretold(
     machine: Machine,
     strategy: str = "full_shard",
     precision: str = "bfloat16",
+    layout: Layout = "flat",
 ) -> RankTrace:
     subject, size = benchmark_model(name)
     options = Options(
         batch=size.batch * ranks, sequence=size.length, precision=precision, strategy=strategy
     )
     device = torch.device("cpu" if machine.name == "cpu" else "cuda")
-    found = rehearse(subject, options, ranks, device, seconds_of=machine.seconds_of)
+    found = rehearse(subject, options, ranks, device, layout, machine.seconds_of)
     return timed(found, options, machine)
 
 
@@ -92,6 +94,17 @@ def test_steps_with_free_collectives_take_what_was_measured_on_an_h200(
 ) -> None:
     """The rows of docs/performance.md, in milliseconds."""
     assert 1e3 * foretold(name, ranks, FREE).steps[0].seconds == pytest.approx(measured, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "measured"), [("1.34B", 8, 65.9), ("1.34B", 64, 63.9), ("184M", 64, 90.6)]
+)
+def test_steps_of_fully_shard_take_what_was_measured(
+    name: str, ranks: int, measured: float
+) -> None:
+    found = foretold(name, ranks, FREE, layout="rows")
+
+    assert 1e3 * found.steps[0].seconds == pytest.approx(measured, rel=0.2)
 
 
 def test_a_single_rank_takes_what_was_measured() -> None:
@@ -228,6 +241,7 @@ def test_combinations_that_are_the_same_are_tried_once(
     tried = [*candidates_of(dataclasses.replace(question(2**40, batch=8), **asked))]
 
     assert {(each.options.strategy, each.options.offload) for each in tried} == kinds
+    assert {o.strategy for o in options_of(tried) if o.wrap == "none"} == {"full_shard"}
     wrapped = [(o.strategy, o.offload, o.wrap, o.checkpoint_activations) for o in options_of(tried)]
     assert len(set(wrapped)) == len(wrapped)
     assert not any(o.wrap == "none" and o.checkpoint_activations for o in options_of(tried))
@@ -309,6 +323,33 @@ def test_plan_draws_the_step(tmp_path: Path) -> None:
     assert len(drawn["ranks"]) == 1
     assert len(drawn["summaries"]) == 16
     assert len(drawn["table"]) == 13
+
+
+@pytest.mark.parametrize(
+    ("ranks", "bandwidth", "is_said"), [(8, None, False), (16, None, True), (16, "50G", False)]
+)
+def test_plan_says_when_it_takes_the_links_of_a_host_for_the_network_between_hosts(
+    ranks: int, bandwidth: str | None, is_said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timing = Timing(machine="h100", bandwidth=bandwidth)
+
+    assert show_plan({"ranks": ranks, "batch": 16, "device": "cuda"}, timing=timing) == 0
+
+    assert ("such as --bandwidth 50G" in capsys.readouterr().out) == is_said
+
+
+@pytest.mark.parametrize(("machine", "device"), [("H200", "cuda"), ("cpu", "cpu")])
+def test_a_machine_that_is_named_is_planned_for(
+    machine: str, device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert show_plan({"ranks": 2, "layers": 1}, timing=Timing(machine=machine)) == 0
+
+    assert f"on 2 ranks ({device}): " in capsys.readouterr().out
+
+
+def test_a_picture_that_cannot_be_written_is_bad_input() -> None:
+    with pytest.raises(BadInput, match=r"--picture /proc/no/plan\.html cannot be written"):
+        show_plan({"ranks": 2, "layers": 1}, timing=Timing(picture=Path("/proc/no/plan.html")))
 
 
 def test_plan_finds_the_fastest_that_fits() -> None:

@@ -16,6 +16,7 @@ from fullshard.tracing.alignment import aligned, offset
 from fullshard.tracing.analysis import (
     accounted_for,
     lateness,
+    rows_by_record,
     seconds_by_kind,
     segments,
     segments_by_step,
@@ -287,6 +288,32 @@ def test_perfetto_gets_a_process_for_each_rank_and_a_lane_for_each_kind() -> Non
     compute = [e for e in events if e["ph"] == "X" and e["tid"] == 0]
     assert sum(e["dur"] for e in compute) == pytest.approx(100_000)
     assert [e["args"]["parameter shards"] for e in events if e["ph"] == "C"] == [4, 4]
+
+
+def test_spans_that_follow_each_other_do_not_overlap_in_perfetto_which_counts_nanoseconds() -> None:
+    bounds = [0, 0.6e-6, 1.2e-6, 1.8e-6, 100]
+    spans = [record(What.FORWARD, str(n), *bounds[n : n + 2]) for n in range(4)]
+
+    events = as_chrome(trace_data(rank_trace(spans)))["traceEvents"]
+
+    found = [(round(1e3 * e["ts"]), round(1e3 * e["dur"])) for e in events if e["ph"] == "X"]
+    assert all(a[0] + a[1] <= b[0] for a, b in itertools.pairwise(found))
+
+
+def test_collectives_under_way_at_the_same_time_have_rows_in_which_they_do_not_overlap() -> None:
+    bounds = [(0, 30), (10, 60), (20, 25), (30, 40), (40, 90), (60, 70)]
+    gathers = [record(What.ALL_GATHER, str(n), *each) for n, each in enumerate(bounds)]
+    trace = rank_trace([*gathers, record(What.REDUCE_SCATTER, "0", 15, 20)])
+
+    rows = rows_by_record(trace.records)
+    events = as_chrome(trace_data(trace))["traceEvents"]
+
+    assert [rows[id(each)] for each in trace.records] == [0, 1, 2, 0, 0, 1, 0]
+    threads = {e["name"]: e["tid"] for e in events if e["ph"] == "X" and e["cat"] == "all-gather"}
+    assert threads["0"] == threads["3"] == threads["4"]
+    assert len(set(threads.values())) == 3
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names[threads["1"]] == "all-gather 2"
 
 
 def test_in_perfetto_an_arrow_leads_from_each_all_gather_to_its_wait() -> None:

@@ -52,9 +52,22 @@ def test_train_leaves_a_page_beside_its_checkpoints_that_compares_with_the_plan(
     foretold = {name: (plan, measured) for name, plan, measured, _ in shown["comparison"]}
     plan, measured = foretold["peak memory"]
     assert 0.8 * plan < measured < 1.2 * plan
+    assert list(foretold)[:2] == ["step", "peak memory"]
+    assert min(foretold["step"]) > 0
     plan, measured = foretold["parameter shards"]
     assert abs(plan - measured) < 0.01 * plan
     assert json.loads((tmp_path / "runs/run-1/trace.json").read_text())["traceEvents"]
+
+
+def test_a_run_that_ends_before_the_first_traced_step_says_so_and_is_saved(tmp_path: Path) -> None:
+    done = fullshard_command(
+        tmp_path, "train", "--device", "cpu", "--ranks", "1", "--layers", "1", "--sample", "0",
+        "--steps", "2", "--trace", "2",
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert "no trace: step 5 of a run is the first that is traced" in done.stdout
+    assert (tmp_path / "runs/run-1/checkpoints/step-00000002").exists()
 
 
 def test_a_program_of_torchs_fsdp_is_traced_unchanged(tmp_path: Path) -> None:
@@ -65,6 +78,7 @@ def test_a_program_of_torchs_fsdp_is_traced_unchanged(tmp_path: Path) -> None:
     )
 
     assert done.returncode == 0, done.stderr
+    assert f"fullshard: trace of 2 steps in {tmp_path / 'out.html'}" in done.stderr
     shown = shown_on(tmp_path / "out.html")
     assert [len(rank["steps"]) for rank in shown["ranks"]] == [2, 2]
     assert len(shown["units"]) == 3

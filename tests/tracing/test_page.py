@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 
 from fullshard.tracing.output import write
 from fullshard.tracing.page import as_page, page_data
+from fullshard.tracing.picture import drawn_kinds
 from fullshard.tracing.records import Memory, RankTrace, Step, TraceData, What
 
 from .browser import CHROMIUM, Page, browser
@@ -131,6 +133,21 @@ def test_lanes_have_the_widths_of_what_they_show(page: Page, tmp_path: Path) -> 
     painted = colors(page)
     assert painted[page.run("colors.forward")] > 1000
     assert painted[page.run("colors['wait-gather']")] > 300
+
+
+@in_browser
+def test_collectives_that_overlap_in_time_do_not_overlap_on_the_page(
+    page: Page, tmp_path: Path
+) -> None:
+    spans = [record(What.ALL_GATHER, str(n), n * 5, 60 + n) for n in range(3)]
+    opened(page, tmp_path, trace_data(rank_trace([*spans, record(What.FORWARD, "0", 0, 100)])))
+
+    boxes = page.run(
+        """timeline.boxes.filter(b => data.kinds[b.item.kind] === "all-gather")
+            .map(b => [b.top, b.bottom])"""
+    )
+    assert len(boxes) == 3
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(sorted(boxes)))
 
 
 @in_browser
@@ -368,6 +385,13 @@ def test_a_trace_of_a_whole_day_is_shown(page: Page, tmp_path: Path) -> None:
 
     assert page.errors == []
     assert page.run("timeline.visibleMoments(data.ranks[0]).length") < 4000
+
+
+def test_the_legend_of_a_picture_names_what_any_rank_did() -> None:
+    whole = rank_trace([record(What.FORWARD, "a", 0, 100)])
+    part = rank_trace([record(What.FORWARD, "a", 50, 100)], rank=1)
+
+    assert drawn_kinds([whole, part], whole.steps[0]) == [What.FORWARD, What.OUTSIDE]
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:

@@ -300,6 +300,24 @@ def test_memory_is_counted_by_cause(api: str) -> None:
         assert peak.total == sum(getattr(peak, cause) for cause in CAUSES)
 
 
+@each_api
+@ranks(2)
+def test_gradients_that_were_cleared_are_no_memory_when_the_next_forward_begins(api: str) -> None:
+    step, optimizer = stepper(sharded := APIS[api]())
+    step()
+
+    with fullshard.trace(sharded, optimizer) as trace:
+        step()
+        step()
+
+    own = next(each for each in trace.data.ranks if each.rank == dist.get_rank())
+    second = own.steps[1].started
+    gathered = min(r.issued for r in own.records if r.what is What.ALL_GATHER and r.issued > second)
+    before = [moment for moment in own.memory if second < moment.at < gathered]
+    assert before
+    assert before[-1].gradients == 0
+
+
 @ranks(2)
 def test_a_trace_accounts_for_a_steps_time() -> None:
     sharded = wrapped(width=512, blocks=6)

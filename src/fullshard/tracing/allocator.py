@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,12 +29,30 @@ def host_bytes_in_use() -> int:
     return int(found.uordblks + found.hblkhd)
 
 
-def counter_of(device: torch.device) -> Callable[[], int] | None:
+class InUse(NamedTuple):
+    """The bytes in use now, and the most that were since the allocator's own peak was reset; 0 if
+    it keeps no peak.
+    """
+
+    now: int
+    most: int = 0
+
+
+def counter_of(device: torch.device) -> Callable[[], InUse] | None:
     """A function that returns the memory of ``device`` in use; None if it is not counted."""
     if device.type == "cpu":
-        return host_bytes_in_use if _mallinfo is not None else None
+        return _host_in_use if _mallinfo is not None else None
     # Not memory_allocated, which takes many times as long: it flattens all statistics.
     statistics = getattr(torch.get_device_module(device), "memory_stats_as_nested_dict", None)
     if statistics is None:
         return None
-    return lambda: int(statistics(device)["allocated_bytes"]["all"]["current"])
+
+    def in_use() -> InUse:
+        allocated = statistics(device)["allocated_bytes"]["all"]
+        return InUse(int(allocated["current"]), int(allocated["peak"]))
+
+    return in_use
+
+
+def _host_in_use() -> InUse:
+    return InUse(host_bytes_in_use())

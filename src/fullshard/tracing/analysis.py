@@ -104,6 +104,22 @@ def _append(found: list[Segment], segment: Segment) -> None:
         found.append(segment)
 
 
+def rows_by_record(records: Iterable[Record]) -> dict[int, int]:
+    """The row of each collective, by the record's id, among those of its kind.
+
+    On a host several may be under way at the same time. Those of a row do not overlap.
+    """
+    ends: dict[What, list[float]] = {kind: [] for kind in COLLECTIVES}
+    found = {}
+    beside = (record for record in records if record.what in COLLECTIVES)
+    for record in sorted(beside, key=lambda record: record.started):
+        rows = ends[record.what]
+        row = next((n for n, end in enumerate(rows) if end <= record.started), len(rows))
+        rows[row : row + 1] = [record.ended]
+        found[id(record)] = row
+    return found
+
+
 def seconds_by_kind(trace: RankTrace) -> dict[What, float]:
     """Seconds of compute per step, by activity."""
     totals: dict[What, float] = defaultdict(float)

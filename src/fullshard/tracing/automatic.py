@@ -17,12 +17,22 @@ from ..engine.runtime.capturing import watching
 from ..engine.runtime.forward import Schedule
 from ..engine.runtime.unit import Unit
 from .own_optimizers import has_parameters_of, watch_steps
-from .trace import Trace
+from .report import counted
+from .trace import Path_, Trace
 
 #: Where to write the trace, and how many steps of it: set for ranks by the launcher.
 TRACE, TRACE_STEPS = "FULLSHARD_TRACE", "FULLSHARD_TRACE_STEPS"
 #: Optimizer steps before the trace begins: ranks agree on new operations in the first ones.
 _STEPS_BEFORE = 4
+
+
+class AnnouncedTrace(Trace):
+    """A trace that says where it was written, as soon as it is."""
+
+    def save(self, *paths: Path_) -> None:
+        super().save(*paths)
+        steps = counted(self.steps_recorded, "step")
+        print(f"fullshard: trace of {steps} in {', '.join(map(str, paths))}", file=sys.stderr)
 
 
 class Automatic:
@@ -51,7 +61,7 @@ class Automatic:
             return
         self._count += 1
         if self._count == _STEPS_BEFORE:
-            trace = Trace(self._units, [optimizer], [self._path], self._steps)
+            trace = AnnouncedTrace(self._units, [optimizer], [self._path], self._steps)
             trace.start()
             self._trace = trace
             # After the trace has begun to watch: hooks of torch's cannot be removed by a hook.
@@ -62,8 +72,8 @@ class Automatic:
         if (self._trace is None or self._trace.is_recording) and os.environ.get("RANK") == "0":
             print(
                 f"fullshard: no trace in {self._path}: the program ended before the forward that "
-                f"follows {_STEPS_BEFORE + self._steps} optimizer steps; ask for fewer "
-                "(--trace-steps)",
+                f"follows {_STEPS_BEFORE + self._steps} optimizer steps; let it train "
+                "for longer, or ask for fewer steps (--trace-steps)",
                 file=sys.stderr,
             )
 

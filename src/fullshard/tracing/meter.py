@@ -47,7 +47,10 @@ class Meter:
         self.note_all_gradients()
         #: What the allocator counts beside the causes that were there when the trace began:
         #: other models, libraries, the program itself.
-        self._beside = self._in_use() - self._known() if self._in_use is not None else 0
+        self._beside, self._most = 0, 0
+        if self._in_use is not None:
+            now, self._most = self._in_use()
+            self._beside = now - self._known()
 
     def _known(self) -> int:
         come_and_go = self._unsharded.total + self._reducing.total + self._gradients.total
@@ -125,6 +128,10 @@ class Meter:
 
     def sample(self, at: Mark) -> None:
         """Note the memory by cause."""
+        now = None
+        if self._in_use is not None:
+            now, most = self._in_use()
+            self._note_peak_before(now, most)
         self._samples.append(
             (
                 at,
@@ -132,9 +139,16 @@ class Meter:
                 self._gradients.total,
                 self._unsharded.total,
                 self._reducing.total,
-                None if self._in_use is None else self._in_use(),
+                now,
             )
         )
+
+    def _note_peak_before(self, now: int, most: int) -> None:
+        """Note a new peak of the allocator since the last sample, as lasting since then."""
+        if most > max(now, self._most) and self._samples:
+            *causes, last = self._samples[-1]
+            self._samples.append((*causes, max(last, most)))
+        self._most = most
 
     def sample_between(self, at: Mark) -> None:
         """Sample the memory between the events of units, on a host only, where that takes 2 µs."""

@@ -13,7 +13,14 @@ from importlib import resources
 from typing import Any
 
 from .advice import advise
-from .analysis import UnitTimes, seconds_by_kind, segments_by_step, straggler, times_by_unit
+from .analysis import (
+    UnitTimes,
+    rows_by_record,
+    seconds_by_kind,
+    segments_by_step,
+    straggler,
+    times_by_unit,
+)
 from .records import CAUSES, COLLECTIVES, RankTrace, TraceData, What
 from .report import counted, duration_text, peak_of, size_text, step_seconds
 
@@ -163,6 +170,7 @@ def _cards(data: TraceData, trace: RankTrace) -> list[dict[str, str]]:
 
 def _rank(trace: RankTrace, numbers: dict[str, int]) -> dict[str, Any]:
     kinds = {what: number for number, what in enumerate(What)}
+    rows = rows_by_record(trace.records)
 
     def unit(name: str) -> int | str:
         # The program's own work has a position in the step instead of a unit.
@@ -186,6 +194,7 @@ def _rank(trace: RankTrace, numbers: dict[str, int]) -> dict[str, Any]:
                 _us(r.started),
                 _us(r.ended),
                 r.nbytes,
+                rows[id(r)],
             ]
             for r in trace.records
             if r.what in COLLECTIVES and _lies_in_steps(trace, r.started)

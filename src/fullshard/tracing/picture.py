@@ -5,6 +5,7 @@ Needs matplotlib, a dependency of the extra ``cli``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ _COLORS = {
     What.RESHARD: "#a8b4c2",
     What.ENGINE: "#b9c3cf",
     What.OPTIMIZER: "#2f9e62",
-    What.OUTSIDE: "#e6eaef",
+    What.OUTSIDE: "#dde3ea",
     What.ALL_GATHER: "#14a3a8",
     What.REDUCE_SCATTER: "#d39a12",
 }
@@ -51,7 +52,7 @@ def draw(data: TraceData, path: Path) -> None:
         _draw_memory(axes[-1][0], ranks[0], step)
     axes[-1][0].set_xlabel("ms")
     axes[-1][0].set_xlim(0, 1e3 * step.seconds)
-    used = [what for what in What if any(r.what is what for r in ranks[0].records)]
+    used = drawn_kinds(ranks, step)
     figure.legend(
         handles=[Patch(color=_COLORS[what], label=str(what)) for what in used],
         loc="outside upper center",
@@ -60,6 +61,13 @@ def draw(data: TraceData, path: Path) -> None:
         fontsize=8,
     )
     figure.savefig(path, dpi=150)
+
+
+def drawn_kinds(ranks: Sequence[RankTrace], step: Step) -> list[What]:
+    """What any of the ranks did in the step, in the order of the legend."""
+    found = {segment.what for trace in ranks for segment in segments(trace.records, step)}
+    found |= {record.what for trace in ranks for record in trace.records} & COLLECTIVES
+    return [what for what in What if what in found]
 
 
 def _draw_lanes(axis: Any, trace: RankTrace, step: Step) -> None:

@@ -239,6 +239,9 @@ class Recorder:
                 "nothing runs: trace the same step without capture"
             )
         self._end_step()
+        if self._attached:
+            # The program may have cleared gradients since the last sample.
+            self.meter.sample(self.mark())
 
     def end(self) -> None:
         """Nothing follows: the step that runs has ended, if it got to its backward's end."""

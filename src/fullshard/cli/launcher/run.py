@@ -85,7 +85,7 @@ command=('train.py', '--ranks', '7'), trace=None, trace_steps=3)
     if parsed.trace is not None:
         try:
             check_suffix(Path(parsed.trace))
-        except ValueError as problem:
+        except (ValueError, ModuleNotFoundError) as problem:
             raise BadInput(f"--trace: {problem}") from None
     begin = _begin_of_program(torchrun, arguments)
     # Accepts abbreviations, as torchrun's parser does, which has rejected ambiguous ones already.

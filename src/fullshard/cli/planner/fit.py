@@ -99,7 +99,7 @@ def candidates_of(question: Question) -> Iterator[Candidate]:
         if not _has_room_for_a_unit(question, base, model):
             continue
         passes = {sequences: _pass(question, base, sequences, model) for sequences in _REHEARSED}
-        for strategy, offloads in _ways_to_shard(question):
+        for strategy, offloads in _ways_to_shard(question, wrap):
             kept = dataclasses.replace(base, strategy=strategy, offload=offloads)
             one = passes[_REHEARSED[0]]
             description = describe_units(one.model, kept, question.ranks, question.layout)
@@ -206,9 +206,13 @@ def _ways_to_compute(question: Question) -> Iterator[tuple[str, bool]]:
             yield wrap, checkpoints
 
 
-def _ways_to_shard(question: Question) -> Iterator[tuple[str, bool]]:
-    """Strategies, and whether to offload, where that makes a difference."""
-    strategies = ("full_shard", "shard_grad_op") if question.ranks > 1 else ("full_shard",)
+def _ways_to_shard(question: Question, wrap: str) -> Iterator[tuple[str, bool]]:
+    """Strategies, and whether to offload, where that makes a difference.
+
+    The outermost unit stays unsharded after forward under both strategies.
+    """
+    differ = question.ranks > 1 and wrap != "none"
+    strategies = ("full_shard", "shard_grad_op") if differ else ("full_shard",)
     offload = (False,) if question.device.type == "cpu" else (False, True)
     return itertools.product(
         _choices(question, "strategy", strategies), _choices(question, "offload", offload)

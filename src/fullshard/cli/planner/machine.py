@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..problems import BadInput
 
-__all__ = ["MACHINES", "Machine", "machine_named", "rate_of"]
+__all__ = ["MACHINES", "Machine", "machine_named", "machine_of", "rate_of"]
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,17 @@ def machine_named(name: str, flops: str | None = None, bandwidth: str | None = N
     if bandwidth is not None:
         known = dataclasses.replace(known, network=rate_of("bandwidth", bandwidth))
     return known
+
+
+def machine_of(device: torch.device) -> Machine | None:
+    """The preset for a device of this machine; None if there is none."""
+    if device.type == "cpu":
+        cores = torch.get_num_threads()
+        core = MACHINES["cpu"]
+        rate = cores * core.flops
+        return dataclasses.replace(core, flops=rate, float32_flops=rate)
+    name = torch.get_device_module(device).get_device_name(device).lower()
+    return next((machine for preset, machine in MACHINES.items() if preset in name), None)
 
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(?:b|flops)?(?:/s)?", re.ASCII | re.IGNORECASE)

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from .timing import (
     fit_text,
     foretold_trace,
     machine_for,
+    network_text,
     nothing_fits_text,
     time_text,
 )
@@ -84,7 +84,7 @@ def plan(
     chooses_wrap = is_own and "wrap" not in values
     if chooses_wrap:
         options = dataclasses.replace(options, wrap=repeated_class(subject.model) or "none")
-    device = torch.device(_device_kind(options, device_memory))
+    device = torch.device(_device_kind(options, device_memory, timing.machine))
     machine = machine_for(timing, device, device_memory) if timing.is_asked_for else None
     console = Console(highlight=False, soft_wrap=True)
     with step_errors_as_bad_input(model) if is_own else contextlib.nullcontext():
@@ -110,7 +110,7 @@ def plan(
     _print_memory(console, predicted)
     if machine is not None:
         data = foretold_trace(step, options, machine)
-        _print_time(console, data, machine, timing.picture)
+        _print_time(console, data, machine, timing)
     if limit is None:
         return 0
     console.print(_verdict(predicted.total, limit, str(device_memory)))
@@ -124,11 +124,17 @@ def _print_memory(console: Console, predicted: Prediction) -> None:
         console.print(f"Host memory: {size_text(predicted.host)} per rank.")
 
 
-def _print_time(console: Console, data: TraceData, machine: Machine, picture: Path | None) -> None:
+def _print_time(console: Console, data: TraceData, machine: Machine, timing: Timing) -> None:
     console.print(time_text(data, machine))
-    if picture is not None:
-        write(data, picture)
-        console.print(f"Timeline in {picture}.")
+    assumed = network_text(timing, machine, len(data.summaries))
+    if assumed is not None:
+        console.print(assumed)
+    if timing.picture is not None:
+        try:
+            write(data, timing.picture)
+        except OSError as problem:
+            raise BadInput(f"--picture {timing.picture} cannot be written: {problem}") from None
+        console.print(f"Timeline in {timing.picture}.")
 
 
 def _layout(api: str) -> Layout:
@@ -159,10 +165,12 @@ def _check_no_sizes(model: str, values: Mapping[str, Any], vocabulary: int | Non
         )
 
 
-def _device_kind(options: Options, device_memory: str | None) -> str:
-    """The type of device to plan for: ``--device-memory`` implies a GPU."""
+def _device_kind(options: Options, device_memory: str | None, machine: str | None) -> str:
+    """The type of device to plan for: that of ``--machine``; ``--device-memory`` implies a GPU."""
     if options.device != "auto":
         return options.device
+    if machine is not None:
+        return "cpu" if machine.lower() == "cpu" else "cuda"
     return "cuda" if device_memory or torch.cuda.is_available() else "cpu"
 
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from fullshard.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fullshard.engine.runtime.policy import UnitOptions, policy_for
-from fullshard.tracing.records import CAUSES, Foretold
 from fullshard.wrap import describe
 from fullshard.wrap.description import Description, Layout, UnitDescription
 
@@ -21,7 +20,7 @@ from .activations import Cost, record_step
 from .memory import Facts, Moment, Prediction, UnitSizes, predict
 from .optimizer_state import optimizer_factor
 
-__all__ = ["Loss", "Subject", "foretold_memory", "gpt_subject", "predict_memory", "token_loss"]
+__all__ = ["Loss", "Subject", "gpt_subject", "predict_memory", "token_loss"]
 
 #: By option, the bytes of an encoded number, with its part of a scale; none, where it is sent as it
 #: is, in memory that is counted elsewhere.
@@ -159,20 +158,6 @@ def assemble(
     )
     units = [_sizes(unit, options, facts, layout) for unit in description.units]
     return Rehearsal(description, units, moments, facts)
-
-
-def foretold_memory(predicted: Prediction) -> list[Foretold]:
-    """The memory at the peak, by the names of a trace's causes."""
-    parts = {
-        "shards": predicted.peak.shards,
-        "optimizer": predicted.peak.optimizer,
-        "gradients": predicted.peak.gradients,
-        "unsharded": predicted.peak.full_parameters,
-        "reduce_buffers": predicted.peak.whole_gradients,
-        "rest": predicted.peak.activations,
-    }
-    rows = [Foretold("peak memory", predicted.total, None, "bytes")]
-    return rows + [Foretold(CAUSES[cause], size, None, "bytes") for cause, size in parts.items()]
 
 
 def _unit_options(options: Options, ranks: int) -> UnitOptions:

@@ -23,7 +23,15 @@ from .machine import MACHINES, Machine, machine_named
 from .prediction import Rehearsal
 from .step_time import host_seconds, simulate
 
-__all__ = ["Timing", "fit_table", "fit_text", "foretold_trace", "machine_for", "time_text"]
+__all__ = [
+    "Timing",
+    "fit_table",
+    "fit_text",
+    "foretold_trace",
+    "machine_for",
+    "network_text",
+    "time_text",
+]
 
 #: The fact that says what limits a foretold step, if it is the host.
 LIMIT = "limit"
@@ -31,6 +39,8 @@ LIMIT = "limit"
 _ROWS = 8
 #: A host that needs this part of a step to give it out is what limits it.
 _LIMITS = 0.9
+#: As many GPUs as a host usually has.
+_RANKS_OF_A_HOST = 8
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,17 @@ def time_text(data: TraceData, machine: Machine) -> str:
     )
 
 
+def network_text(timing: Timing, machine: Machine, ranks: int) -> str | None:
+    """That ranks of several hosts are planned with the links of one, if that is so."""
+    if timing.bandwidth is not None or machine.name == "cpu" or ranks <= _RANKS_OF_A_HOST:
+        return None
+    return (
+        f"{machine.network / 1e9:g} GB/s is what the GPUs of one host have between them, and "
+        f"{ranks} ranks are on several hosts: give the bandwidth of the network between these for "
+        "each rank, such as --bandwidth 50G."
+    )
+
+
 def nothing_fits_text(question: Question, tried: Sequence[Candidate], device: str) -> str:
     """That nothing fits, and what comes closest."""
     ranks = counted(question.ranks, "rank")
@@ -116,7 +137,8 @@ def fit_text(question: Question, best: Candidate, device: str) -> str:
     return (
         f"The fastest that fits {device}: {_in_words(question, best)}: "
         f"{duration_text(best.seconds)} per step, {tokens:,.0f} tokens/s on "
-        f"{counted(question.ranks, 'rank')} of {question.machine.name}.{host}"
+        f"{counted(question.ranks, 'rank')} of {question.machine.name} with a network of "
+        f"{question.machine.network / 1e9:g} GB/s.{host}"
     )
 
 

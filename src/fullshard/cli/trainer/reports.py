@@ -79,6 +79,9 @@ class Reporter:
     def traced(self, summary: str) -> None:
         """Report what was traced."""
 
+    def not_traced(self, first: int) -> None:
+        """Report that the run ended before the ``first`` step that is traced."""
+
     def runs_eagerly(self, reason: str) -> None:
         """Report why steps are not captured although --capture was given."""
 
@@ -162,6 +165,11 @@ class LineReporter(Reporter):
     def traced(self, summary: str) -> None:
         self.write(summary)
         self.write(f"trace in {self.folder.trace}, and for Perfetto beside it")
+
+    def not_traced(self, first: int) -> None:
+        self.write(
+            f"no trace: step {first} of a run is the first that is traced; this one ended before"
+        )
 
     def runs_eagerly(self, reason: str) -> None:
         self.write(f"not captured, steps run eagerly: {reason}")

@@ -27,8 +27,9 @@ from ..data import Text, read_text
 from ..model import GPT, initialize, next_token_loss
 from ..options import Options, build_options
 from ..output import Output
+from ..planner.foretold import foretold_step
 from ..planner.measure import Measured, watch_step
-from ..planner.prediction import foretold_memory, gpt_subject, predict_memory
+from ..planner.prediction import gpt_subject, predict_memory
 from ..problems import BadInput
 from ..sharding import STRATEGIES, checkpoint_units, communication, mixed_precision, wrap_policy
 from .optimization import (
@@ -75,7 +76,7 @@ def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) 
         memory_of_step = predict_memory(subject, options, ranks, device)
         reporter.introduce(text, ranks, resumption, *memory_of_step)
         if tracing is not None:
-            tracing.foretell(foretold_memory(memory_of_step[1]))
+            tracing.foretell(foretold_step(gpt_subject(options), options, ranks, device))
 
     run_step = make_step(model, optimizer, options)
     captured: fullshard.CapturedStep[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None
@@ -110,7 +111,10 @@ def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) 
             is_last = stopping or step == options.steps
             if tracing is not None and (tracing.steps_recorded == options.trace or is_last):
                 tracing.stop()
-                reporter.traced(tracing.summary())
+                if tracing.steps_recorded:
+                    reporter.traced(tracing.summary())
+                else:
+                    reporter.not_traced(_FIRST_TRACED_STEP)
                 tracing = None
             if stopping:
                 break

@@ -113,12 +113,13 @@ function fillComparison() {
   byId("comparison-section").hidden = !data.comparison.length;
   const text = (value, measure) => value === null ? "–" : measure === "bytes" ? bytesText(value) : secondsText(value);
   fillTable(byId("comparison"), [
-    ["", (row) => row[0], (row) => element("td", row[0])],
+    // By the first column: in the order in which they were given, time before memory.
+    ["", (row) => data.comparison.indexOf(row), (row) => element("td", row[0])],
     ["predicted", (row) => row[1] ?? 0, (row) => element("td", text(row[1], row[3]))],
     ["measured", (row) => row[2] ?? 0, (row) => element("td", text(row[2], row[3]))],
     ["measured / predicted", (row) => row[1] && row[2] !== null ? row[2] / row[1] : 0,
       (row) => element("td", row[1] && row[2] !== null ? (row[2] / row[1]).toFixed(2) : "–")],
-  ], data.comparison, 1);
+  ], data.comparison, 0, false);
 }
 
 function fillRanks() {

@@ -53,7 +53,9 @@ const nameOf = (rank) => {
 };
 const unitName = (unit) => (typeof unit === "number" ? data.units[unit] : unit);
 
-const LANES = { compute: 26, gather: 15, reduce: 15 };
+const COMPUTE_LANE = 26, LANE = 15;
+// Collectives that are under way at the same time are in rows of a lane, up to so many.
+const ROW = 10, MOST_ROWS_OF_A_LANE = 6;
 const AXIS = 26, RANK_GAP = 14, RANK_TITLE = 18, MEMORY = 130, RIGHT = 4;
 // What is drawn of very many things: those narrower than this share a pixel with their neighbour.
 const NARROW = 0.6;
@@ -82,6 +84,7 @@ const timeline = {
     [this.begin, this.end] = steps[steps.length - 1] || [0, 1];
     const slow = data.straggler && data.ranks.findIndex((rank) => rank.rank === data.straggler.rank);
     this.memoryOf = slow > 0 ? slow : 0;
+    this.rows = Object.fromEntries(["all-gather", "reduce-scatter"].map((kind) => [kind, this.rowsOf(kind)]));
     this.makeControls();
     this.makeLegend();
     listen(this);
@@ -89,14 +92,20 @@ const timeline = {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readColors(); this.draw(); });
   },
 
-  rankHeight() { return RANK_TITLE + LANES.compute + LANES.gather + LANES.reduce + 4; },
+  // How many rows the lane of a kind of collective has, on all ranks.
+  rowsOf(kind) {
+    const rows = data.ranks.map((rank) => rank.collectives.reduce((most, item) => (data.kinds[item[0]] === kind ? Math.max(most, item[6] + 1) : most), 1));
+    return Math.min(Math.max(...rows), MOST_ROWS_OF_A_LANE);
+  },
+  laneHeight(kind) { return this.rows[kind] === 1 ? LANE : this.rows[kind] * ROW; },
+  rankHeight() { return RANK_TITLE + COMPUTE_LANE + this.laneHeight("all-gather") + this.laneHeight("reduce-scatter") + 4; },
   memoryTop() { return AXIS + data.ranks.length * (this.rankHeight() + RANK_GAP) + RANK_TITLE; },
   hasMemory() { return data.ranks[this.memoryOf].memory.length > 0; },
   height() { return this.hasMemory() ? this.memoryTop() + MEMORY + 6 : this.memoryTop() - RANK_TITLE; },
 
   // The names of the lanes stand to the left of the plot.
   get isNarrow() { return this.width < 640; },
-  get left() { return this.isNarrow ? 74 : 96; },
+  get left() { return this.isNarrow ? 82 : 104; },
   get plotWidth() { return this.width - this.left - RIGHT; },
   get perPixel() { return (this.end - this.begin) / this.plotWidth; },
   x(us) { return this.left + (us - this.begin) / this.perPixel; },
@@ -193,20 +202,21 @@ const timeline = {
     const isSlow = data.straggler && data.straggler.rank === rank.rank;
     this.title(pen, nameOf(rank) + (isSlow ? ": the others wait for it" : ""), top + RANK_TITLE / 2, isSlow ? colors.warn : colors.ink);
     top += RANK_TITLE;
-    const gathers = top + LANES.compute + 2, reduces = gathers + LANES.gather + 1;
-    this.name(pen, "compute", top + LANES.compute / 2);
-    this.name(pen, "all-gather", gathers + LANES.gather / 2);
-    this.name(pen, "reduce-scatter", reduces + LANES.reduce / 2);
-    const isReduce = (kind) => data.kinds[kind] === "reduce-scatter";
+    const gathers = top + COMPUTE_LANE + 2, reduces = gathers + this.laneHeight("all-gather") + 1;
+    const tops = { "all-gather": gathers, "reduce-scatter": reduces };
+    this.name(pen, "compute", top + COMPUTE_LANE / 2);
+    for (const [kind, begin] of Object.entries(tops)) this.name(pen, kind, begin + this.laneHeight(kind) / 2);
     this.inPlot(pen, top, this.rankHeight(), () => {
       for (let n = firstReaching(rank.compute, this.begin, (item) => item[3]); n < rank.compute.length; n++) {
         const [kind, unit, begin, end] = rank.compute[n];
         if (begin > this.end) break;
-        this.box(pen, { kind, unit, begin, end, rank }, top, LANES.compute);
+        this.box(pen, { kind, unit, begin, end, rank }, top, COMPUTE_LANE);
       }
-      for (const [kind, unit, issued, begin, end, bytes] of rank.collectives) {
+      for (const [kind, unit, issued, begin, end, bytes, row] of rank.collectives) {
         if (end < this.begin || begin > this.end) continue;
-        this.box(pen, { kind, unit, begin, end, issued, bytes, rank }, isReduce(kind) ? reduces : gathers, LANES.gather);
+        const name = data.kinds[kind], height = this.laneHeight(name) / this.rows[name];
+        const below = Math.min(row, this.rows[name] - 1) * height;
+        this.box(pen, { kind, unit, begin, end, issued, bytes, rank }, tops[name] + below, height);
       }
     });
   },
@@ -218,9 +228,10 @@ const timeline = {
     const color = KIND_COLORS[data.kinds[item.kind]], width = Math.max(right - left, NARROW);
     pen.globalAlpha = this.isFaded(item.unit) ? 0.18 : 1;
     pen.fillStyle = colors[color];
-    pen.fillRect(left, top, width > 3 ? width - 0.6 : width, height);
-    if (width > 16) {
+    pen.fillRect(left, top, width > 3 ? width - 0.6 : width, height < LANE ? height - 1 : height);
+    if (width > 16 && height >= LANE) {
       pen.fillStyle = wordColors[color];
+      pen.font = height < COMPUTE_LANE ? SMALL_FONT : FONT;
       const from = Math.max(left, this.left) + 5, room = Math.min(right, this.width) - from - 4;
       pen.fillText(clipped(pen, labelOf(data.kinds[item.kind], unitName(item.unit)), room), from, top + height / 2 + 0.5);
     }

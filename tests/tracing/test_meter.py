@@ -1,0 +1,50 @@
+"""Memory by cause, from what an allocator says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fullshard.tracing import meter
+from fullshard.tracing.allocator import InUse, counter_of
+from fullshard.tracing.meter import Meter
+
+
+def totals(said: list[InUse], monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, int]]:
+    """When how much was in use, by an allocator that says this when the meter is made, and then at
+    each second.
+    """
+    answers = iter(said)
+    monkeypatch.setattr(meter, "counter_of", lambda _: lambda: next(answers))
+    made = Meter([], torch.device("cuda"))
+    for second in range(len(said) - 1):
+        made.sample(float(second))
+    return [(moment.at, moment.total) for moment in made.memory(float)]
+
+
+def test_a_peak_between_two_samples_lasts_from_the_first_to_the_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = [InUse(10, 50), InUse(20, 50), InUse(30, 90), InUse(25, 90)]
+
+    assert totals(said, monkeypatch) == [(0.0, 10), (0.0, 80), (1.0, 20), (2.0, 15)]
+
+
+def test_peaks_from_before_the_trace_are_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = [InUse(10, 90), InUse(20, 90), InUse(30, 90)]
+
+    assert totals(said, monkeypatch) == [(0.0, 10), (1.0, 20)]
+
+
+def test_peaks_that_were_reset_count_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = [InUse(10, 90), InUse(20, 20), InUse(30, 60)]
+
+    assert totals(said, monkeypatch) == [(0.0, 10), (0.0, 50), (1.0, 20)]
+
+
+def test_the_host_keeps_no_peak() -> None:
+    count = counter_of(torch.device("cpu"))
+
+    if count is not None:
+        assert count().now > 0
+        assert count().most == 0
