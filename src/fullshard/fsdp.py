@@ -295,8 +295,9 @@ class FullyShardedDataParallel(
         units = [other._unit for other in modules]
         check_one_device(unit for unit in units if unit.handles)
         for unit in units:
-            # Copies and pickles come without them.
-            share_secondary_shards(unit)
+            if unit.options.communication is not None:
+                # Copies and pickles come without secondary shards.
+                share_secondary_shards(unit)
         for other in modules:
             if other._schedule is not None:
                 other._schedule.rest()

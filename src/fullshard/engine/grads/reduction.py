@@ -98,13 +98,10 @@ class Reduction:
                 else:
                     own.deliver()
             else:
-                dtype = self._staging_dtype(handle, full)
+                dtype = handle.dtypes.reduce
+                if handle.reduced_in is not None and self.comm_hook is None:
+                    dtype = staging_dtype(handle, full, self._unit.shards)
                 self._staged.append(flow.stage(handle, full, self.fills_unused, dtype=dtype))
-
-    def _staging_dtype(self, handle: FlatParamHandle, full: flow.Gradients) -> torch.dtype:
-        if handle.reduced_in is None or self.comm_hook is not None:
-            return handle.dtypes.reduce
-        return staging_dtype(handle, full, self._unit.shards)
 
     @property
     def _changes_gradients(self) -> bool:

@@ -235,5 +235,6 @@ def build_unit(
     shards = group_for(groups.shards, device)
     copies = group_for(groups.copies, device) if groups.copies is not None else None
     unit = Unit(type(module).__name__, module, handles, shards, copies, device, options)
-    share_secondary_shards(unit)
+    if communication is not None:
+        share_secondary_shards(unit)
     return unit

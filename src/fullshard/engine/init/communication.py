@@ -1,4 +1,4 @@
-"""Rejects communication options that cannot be combined, before anything is changed."""
+"""Communication options: checks before anything is changed, and the ranks of secondary shards."""
 
 from __future__ import annotations
 
