@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from . import order_check
+from . import departure, failures, order_check
 from .announcement import announcements_of
 from .backends import is_gloo
 from .order_check import Agreement
@@ -70,7 +70,9 @@ def _make(group: Any) -> Agreement | NoAgreement:
     agreement.has_left = functools.partial(_is_destroyed, weakref.ref(group))
     if not is_gloo(group):
         agreement.inquiry.waits = "at or before"
+        agreement.backend_failed = functools.partial(failures.is_broken, weakref.ref(group))
         watch(agreement, group, order_check.PATIENCE)
+    departure.leave_word_of(agreement)
     return agreement
 
 

@@ -14,7 +14,6 @@ Note: one examiner
 from __future__ import annotations
 
 import json
-import math
 import time
 import zlib
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from typing import Any
 
 from .disagreement import Operation, Place, Verdict, describe_loss, name_ranks
 from .examiner import EXAMINES_EVERY, HAS_VERDICT, REACHES_EVERY, Examiner, left_among
-from .mailbox import Address, Contact, State, contact
+from .mailbox import Address, Contact, State, contact, server_of
 
 #: Seconds between two looks at the examiner's pulse, where verdicts arrive by mail; else, seconds
 #: per thousand ranks.
@@ -64,8 +63,8 @@ class Inquiry:
         self._examiner: Examiner | None = None
         self._pulse, self._felt, self._next_look = -1, 0.0, 0.0
         self._next_question = self._next_search = 0.0
-        #: Since when ranks are known to have ended, and when they were last found so.
-        self._ended_since, self._found_ended = 0.0, -math.inf
+        #: Since when ranks are known to have ended for which this one waits.
+        self._ended_since: float | None = None
         #: How many requests this rank sent to the store for this, for measurements.
         self.requests = 0
 
@@ -99,6 +98,7 @@ class Inquiry:
 
     def close(self) -> None:
         """End this rank's part: it no longer waits."""
+        self._ended_since = None
         if self._is_open:
             self._is_open = False
             if self._examiner is not None:
@@ -167,6 +167,7 @@ class Inquiry:
         self._next_look = now + self._interval
         if pulse >= HAS_VERDICT:
             self.verdict = Verdict(*json.loads(self.get("verdict")))
+            self.note_told()
         elif pulse != self._pulse:
             self._pulse, self._felt = pulse, now
         elif now - self._felt > _NO_PULSE:
@@ -240,13 +241,16 @@ class Inquiry:
         found = contact([self.mailboxes[rank] for rank in ranks], message, _REACHES_WITHIN)
         return dict(zip(ranks, found, strict=True))
 
-    def receive(self, message: dict[str, Any]) -> None:
-        """Take note of what another rank left in the mailbox."""
+    def receive(self, message: dict[str, Any]) -> bool:
+        """Take note of what another rank left in the mailbox; whether it was news."""
         if "verdict" in message:
             self.verdict = self.verdict or Verdict(*message["verdict"])
         elif "departed" in message:
             rank, reason = message["departed"]
             self.departed.setdefault(rank, reason)
+        else:
+            return False
+        return True
 
     def depart(self, reason: str) -> None:
         """Leave word that this rank ends with an error, before others miss it.
@@ -256,7 +260,7 @@ class Inquiry:
         if self.verdict is not None:
             return
         note = {"departed": [self._rank, reason]}
-        if self._rank == 0 and self.store_ends_with_first:
+        if self._rank == 0 and self.store_ends_with_first and self.mailboxes:
             self.reach(self.others, note)
             return
         if self.store_ends_with_first and self.reach([0], None)[0].state is State.ENDED:
@@ -264,9 +268,25 @@ class Inquiry:
         if self.store_answers():
             number = self.add("departures", 1)
             self.set(f"departure/{number}", json.dumps(note["departed"]).encode())
+            self.note_told()
         size = len(self._names)
         following = [(self._rank + distance) % size for distance in range(1, 1 + _TOLD)]
         self.reach([rank for rank in dict.fromkeys(following) if rank != self._rank], note)
+
+    def note_told(self) -> None:
+        """Count this rank among those that know how this ends."""
+        self.add("told", 1)
+
+    @property
+    def serves_others(self) -> bool:
+        """True while other ranks may find out in this rank's store alone how this ends."""
+        is_served = self.mailboxes or not self.store_ends_with_first or self._rank != 0
+        return not is_served and self.are_others_untold
+
+    @property
+    def are_others_untold(self) -> bool:
+        """True while some rank has not counted itself among those that know."""
+        return self.add("told", 0) < len(self._names)
 
     def look_without_store(self, history: list[Place], failed: bool = False) -> Verdict | None:
         """Find out who has ended when the store does not answer: most likely who provided it."""
@@ -275,7 +295,11 @@ class Inquiry:
         if self.verdict is None and self.departed:
             self.verdict = self.describe_lost([*self.departed], self.departed, history[-1])
         if self.verdict is None and self._rank != 0:
-            self._miss(*self.ended_among([0]), history[-1], failed)
+            ended, reasons = self.ended_among([0])
+            if not self.mailboxes and self.store_ends_with_first and server_of(self.store):
+                # Ranks do not know each other yet; but who serves the store ends with it.
+                ended = [0]
+            self._miss(ended, reasons, history[-1], failed)
         if self.verdict is None and failed and now >= self._next_search:
             self._next_search = now + REACHES_EVERY
             self._miss(*self.ended_among(self.others), history[-1], failed)
@@ -295,7 +319,6 @@ class Inquiry:
     def are_missed(self, failed: bool) -> bool:
         """True if ranks that have ended are waited for, and did not just finish before others."""
         now = time.monotonic()
-        if now - self._found_ended > _MISSES_AFTER:
+        if self._ended_since is None:
             self._ended_since = now
-        self._found_ended = now
         return failed or now - self._ended_since >= _MISSES_AFTER
