@@ -84,6 +84,13 @@ def test_a_rank_that_is_killed_is_named_on_all_others(ranks: int, rank: int) -> 
         assert_told(outcome, "RankLostError", f"Rank {rank % ranks} is gone", "of unit 'layers.0'")
 
 
+@cases((2, -1))
+def test_a_rank_that_is_killed_before_the_first_operation_is_named(ranks: int, rank: int) -> None:
+    """Where the ranks share a host; else, ranks that do not know each other can only wait."""
+    for outcome in others("kill", ranks, rank, step=0):
+        assert_told(outcome, "RankLostError", f"Rank {rank % ranks} is gone", "forward of unit")
+
+
 @cases()
 def test_a_rank_that_leaves_the_training_loop_early_is_named_on_all_others(
     ranks: int, rank: int

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from . import departure, failures, order_check
 from .announcement import announcements_of
 from .backends import is_gloo
+from .introductions import leave_address
 from .order_check import Agreement
 from .order_table import OrderTable
 from .watcher import watch
@@ -73,6 +74,7 @@ def _make(group: Any) -> Agreement | NoAgreement:
         agreement.backend_failed = functools.partial(failures.is_broken, weakref.ref(group))
         watch(agreement, group, order_check.PATIENCE)
     departure.leave_word_of(agreement)
+    agreement.inquiry.find_mailbox = leave_address(agreement, group.rank(), store, group.group_name)
     return agreement
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .disagreement import Operation, Place, Verdict, describe_loss, name_ranks
@@ -49,6 +49,8 @@ class Inquiry:
         self._names = names
         #: All ranks' mailboxes, once they are known.
         self.mailboxes: Sequence[Address] = ()
+        #: Finds a rank's mailbox before that, if it can.
+        self.find_mailbox: Callable[[int], Address | None] = lambda rank: None
         #: Whether the first rank's process provides the store.
         self.store_ends_with_first = False
         #: Where this rank waits, seen from the operation that it gave out last: "at" it, "at or
@@ -236,10 +238,10 @@ class Inquiry:
 
     def reach(self, ranks: Sequence[int], message: dict[str, Any] | None) -> dict[int, Contact]:
         """Try to reach ranks at their mailboxes."""
-        if not self.mailboxes:
-            return {rank: Contact(State.UNKNOWN) for rank in ranks}
-        found = contact([self.mailboxes[rank] for rank in ranks], message, _REACHES_WITHIN)
-        return dict(zip(ranks, found, strict=True))
+        places = {r: self.mailboxes[r] if self.mailboxes else self.find_mailbox(r) for r in ranks}
+        known = {rank: place for rank, place in places.items() if place is not None}
+        found = contact([*known.values()], message, _REACHES_WITHIN)
+        return dict.fromkeys(ranks, Contact(State.UNKNOWN)) | dict(zip(known, found, strict=True))
 
     def receive(self, message: dict[str, Any]) -> bool:
         """Take note of what another rank left in the mailbox; whether it was news."""
