@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import os
@@ -46,6 +47,9 @@ class NoAgreement:
         raise error
 
 
+#: How many groups of each name this process has had. A name comes again after its group is
+#: destroyed, perhaps with the same store.
+_made: collections.Counter[str] = collections.Counter()
 _agreements: weakref.WeakKeyDictionary[Any, Agreement | NoAgreement] = weakref.WeakKeyDictionary()
 
 
@@ -74,7 +78,10 @@ def _make(group: Any) -> Agreement | NoAgreement:
         agreement.backend_failed = functools.partial(failures.is_broken, weakref.ref(group))
         watch(agreement, group, order_check.PATIENCE)
     departure.leave_word_of(agreement)
-    agreement.inquiry.find_mailbox = leave_address(agreement, group.rank(), store, group.group_name)
+    _made[group.group_name] += 1
+    number = _made[group.group_name]
+    agreement.inquiry.begin_as(number)
+    agreement.inquiry.find_mailbox = leave_address(agreement, group.rank(), store, number)
     return agreement
 
 

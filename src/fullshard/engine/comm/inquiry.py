@@ -13,6 +13,7 @@ Note: one examiner
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 import zlib
@@ -36,7 +37,6 @@ _TOLD = 4
 #: Seconds after which a rank that has ended without a word is missed, if nothing has failed. It may
 #: have finished its last operation before the others do.
 _MISSES_AFTER = 2.0
-_PREFIX = "fullshard/inquiry"
 
 
 class Inquiry:
@@ -49,6 +49,9 @@ class Inquiry:
         self._names = names
         #: All ranks' mailboxes, once they are known.
         self.mailboxes: Sequence[Address] = ()
+        #: What its keys in the store begin with. A store may outlive its group, and the next group
+        #: of the same name must not find what ranks of this one disagreed on.
+        self._prefix = "fullshard/inquiry"
         #: Finds a rank's mailbox before that, if it can.
         self.find_mailbox: Callable[[int], Address | None] = lambda rank: None
         #: Whether the first rank's process provides the store.
@@ -69,6 +72,18 @@ class Inquiry:
         self._ended_since: float | None = None
         #: How many requests this rank sent to the store for this, for measurements.
         self.requests = 0
+
+    def begin_as(self, number: int) -> None:
+        """Be of the ``number``-th group of this name that this process has."""
+        self._prefix = f"fullshard/inquiry/{number}"
+
+    def introduce(self, mailboxes: Sequence[Address]) -> None:
+        """Know all ranks' mailboxes from now on; all ranks are told at the same place."""
+        self.mailboxes = mailboxes
+        if any(mailboxes[0].secret):
+            # No other group has had it. Not itself: whoever knows it is listened to.
+            facts = mailboxes[0].secret + mailboxes[0].number.to_bytes(4, "big")
+            self._prefix = f"fullshard/inquiry/{hashlib.blake2b(facts, digest_size=8).hexdigest()}"
 
     @property
     def is_due(self) -> bool:
@@ -113,29 +128,29 @@ class Inquiry:
     def add(self, key: str, amount: int) -> int:
         """Add to a number of all ranks."""
         self.requests += 1
-        found: int = self.store.add(f"{_PREFIX}/{key}", amount)
+        found: int = self.store.add(f"{self._prefix}/{key}", amount)
         return found
 
     def set(self, key: str, value: bytes) -> None:
         """Write a value for all ranks."""
         self.requests += 1
-        self.store.set(f"{_PREFIX}/{key}", value)
+        self.store.set(f"{self._prefix}/{key}", value)
 
     def get(self, key: str) -> bytes:
         """Read a value that is there, or will be at once."""
         self.requests += 1
-        value: bytes = self.store.get(f"{_PREFIX}/{key}")
+        value: bytes = self.store.get(f"{self._prefix}/{key}")
         return value
 
     def delete(self, key: str) -> None:
         """Remove a value that nobody will read any more."""
         self.requests += 1
-        self.store.delete_key(f"{_PREFIX}/{key}")
+        self.store.delete_key(f"{self._prefix}/{key}")
 
     def compare_set(self, key: str, expected: str, value: str) -> str:
         """Write a value if it is as expected; returns the value afterwards."""
         self.requests += 1
-        found: bytes = self.store.compare_set(f"{_PREFIX}/{key}", expected, value)
+        found: bytes = self.store.compare_set(f"{self._prefix}/{key}", expected, value)
         return found.decode()
 
     # -- a rank that waits --------------------------------------------------------------------
@@ -207,7 +222,7 @@ class Inquiry:
         if not self.store_answers():
             return self._silent_store
         self.requests += 1
-        if not self.store.check([f"{_PREFIX}/awaited"]):
+        if not self.store.check([f"{self._prefix}/awaited"]):
             return None
         return self.get("awaited").decode() or None
 

@@ -11,7 +11,6 @@ Note: firewalls
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import warnings
@@ -29,22 +28,19 @@ from .mailbox import (
     own_mailbox,
 )
 
-#: How many groups of each name this process has had: names come again after a group is destroyed,
-#: and may come with the same store.
-_groups: collections.Counter[str] = collections.Counter()
 #: Seconds for a connection to the next rank: a packet that is lost is sent again after one.
 _REACHES_WITHIN = 2.5
 
 
 def leave_address(
-    correspondent: Correspondent, rank: int, store: Any, group_name: str
+    correspondent: Correspondent, rank: int, store: Any, number: int
 ) -> Callable[[int], Address | None]:
     """Write this rank's mailbox into the store; the function returned finds another rank's.
 
-    So that a rank that ends before its first operation is missed by those of its host.
+    So that a rank that ends before its first operation is missed by those of its host. This is for
+    the ``number``-th group of its name.
     """
-    _groups[group_name] += 1
-    prefix = f"fullshard/mailbox/{_groups[group_name]}"
+    prefix = f"fullshard/mailbox/{number}"
     with contextlib.suppress(OSError, RuntimeError):
         address = own_mailbox(host_towards(store)).open_for(correspondent)
         store.set(f"{prefix}/{rank}", address.packed())

@@ -269,9 +269,8 @@ class Agreement:
         else:
             self._hear_first(announcements, operation, begins_pass)
         if not self.inquiry.mailboxes and announcements.is_possible:
-            self.inquiry.mailboxes = introduce(
-                self, self._rank, self._meetings.store, announcements, self.wait
-            )
+            store = self._meetings.store
+            self.inquiry.introduce(introduce(self, self._rank, store, announcements, self.wait))
 
     def _hear_first(
         self, announcements: Announcements, operation: Operation, begins_pass: bool
