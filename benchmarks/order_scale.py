@@ -75,6 +75,7 @@ class SameProgram:
     """A data plane on which every rank announces what this one is about to do."""
 
     is_possible = True
+    connects_ranks = True
 
     def __init__(self) -> None:
         self.messages = 0

@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.engine.test_uneven_inputs import loss_of, own_steps, wrap
+from tests.hazards.test_disagreement import assert_names, disagreement, patience, wrapped
+from tests.hazards.test_disagreement import step as order_step
 from tests.original.training import full_parameters
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
 from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import ShardingStrategy
 from fullshard.testing import ranks
 
 #: Seconds after which the ranks of a test have waited for far too long.
@@ -187,3 +190,20 @@ def test_two_models_may_be_joined_at_a_time_while_all_ranks_have_data_for_the_ot
 
     with pytest.raises(RuntimeError, match="'pass of another model' of"):
         train()
+
+
+@ranks(2)
+def test_ranks_that_disagree_after_a_slow_rank_in_join_are_told() -> None:
+    """Who waited without data there says anew what it does when it waits again."""
+    rank = dist.get_rank()
+    model = wrapped("different", ShardingStrategy.FULL_SHARD)
+    order_step(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with patience(0.2), Join([model], optimizer=optimizer):
+        for number in range(1 if rank == 1 else 3):
+            time.sleep(number)
+            order_step(model, number=number)
+            optimizer.step()
+
+    message = disagreement(lambda: order_step(model, "012" if rank == 0 else "02"))
+    assert_names(message, "rank 0", "rank 1", "blocks.1", "blocks.2")

@@ -18,7 +18,9 @@ from tests.hazards.test_disagreement import patience
 from torch._C._distributed_c10d import Work
 
 from fullshard import RankLostError, RanksDisagreeError
+from fullshard.engine.comm import order_check
 from fullshard.engine.comm.announcement import announcements_of
+from fullshard.engine.comm.collectives import Group
 from fullshard.engine.comm.order_check import Agreement, Operation
 from fullshard.engine.comm.watcher import watch
 from fullshard.testing import ranks
@@ -120,6 +122,84 @@ def test_a_collective_that_failed_is_one_for_which_others_are_looked_for() -> No
         assert not watcher.is_alive()
         with pytest.raises(RankLostError, match="Rank 1 ended with ValueError: this rank's own"):
             begin(agreement)
+
+
+@ranks(2)
+def test_a_backend_that_failed_in_a_collective_of_the_programs_own_is_looked_into() -> None:
+    """NCCL's says so; the last collective of fullshard's is long complete then."""
+    agreement, _group, watcher = watched_agreement(patience=20)
+    if dist.get_rank() == 1:
+        agreement.inquiry.depart("ValueError: this rank's own data")
+        watcher.join(timeout=5)
+    else:
+        agreement.backend_failed = lambda: True
+        watcher.join(timeout=20)
+        assert not watcher.is_alive()
+        with pytest.raises(RankLostError, match="Rank 1 ended with ValueError: this rank's own"):
+            begin(agreement)
+
+
+@ranks(2)
+def test_what_was_started_last_is_looked_after_before_anybody_waits_for_it() -> None:
+    """A unit is prefetched, and the program itself then waits for the device."""
+    group = Group(dist.new_group())
+    pieces, outputs = torch.ones(2, 3), torch.empty(2, 6)
+    first = group.gather([outputs[0]], [pieces[0]], "layers.0")
+    (prefetched,) = group.gather([outputs[1]], [pieces[1]], "layers.1")
+    group.wait(*first)
+    assert group._agreement.issued is prefetched
+    group.wait(prefetched)
+
+
+@ranks(2)
+def test_an_object_of_the_users_own_that_can_only_wait_stops_no_watcher() -> None:
+    agreement, _group, watcher = watched_agreement()
+    agreement.issue(object())
+    time.sleep(3 * PATIENCE)
+    assert watcher.is_alive()
+
+
+@ranks(2)
+def test_ranks_meet_before_a_collective_that_connects_them() -> None:
+    """Who is not there then is waited for where one can look around, not inside of NCCL."""
+    group = dist.new_group()
+    _, store = dist.distributed_c10d._world.pg_map[group]
+    announcements = announcements_of(group)
+    assert announcements is not None
+    announcements.connects_ranks = True
+    agreement = Agreement(store, dist.get_rank(), dist.get_world_size(), 0.6, announcements)
+    few, order_check.FEW = order_check.FEW, 0
+    try:
+        if dist.get_rank() == 0:
+            with patience(0.2), pytest.raises(RanksDisagreeError, match="1 of 2 have"):
+                begin(agreement)
+    finally:
+        order_check.FEW = few
+
+
+def test_a_question_of_another_rank_makes_nobody_impatient() -> None:
+    agreement = Agreement(dist.HashStore(), rank=0, world_size=2)
+    agreement.receive({"asked": "answer"})
+    assert not agreement.stirred.is_set()
+
+
+def test_who_has_gone_on_from_a_wait_that_was_interrupted_is_not_said_to_wait_there() -> None:
+    store = dist.HashStore()
+    agreements = [Agreement(store, rank, 2) for rank in range(2)]
+
+    class _Interrupted(Exception):
+        pass
+
+    def interrupt() -> None:
+        raise _Interrupted
+
+    agreements[0].check_also(interrupt)
+    with patience(0.2), pytest.raises(_Interrupted):
+        agreements[0].check(("gather", "layers.9", 3))
+    agreements[0].check_also(None)
+    for agreement in agreements:
+        agreement.order.advance(GATHERS[0], False)
+    assert agreements[0].history() == agreements[1].history()
 
 
 @ranks(2)

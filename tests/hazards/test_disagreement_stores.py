@@ -15,6 +15,7 @@ from tests.hazards.test_disagreement import disagreement, patience
 from torch import nn
 
 from fullshard import FullyShardedDataParallel as FSDP
+from fullshard.engine.comm.mailbox import own_mailbox
 from fullshard.engine.comm.order_check import Agreement
 from fullshard.testing import device, ranks
 from fullshard.wrap import ModuleWrapPolicy
@@ -120,3 +121,37 @@ def test_who_waits_for_long_never_waits_at_the_store_in_vain() -> None:
         Agreement(early, rank=0, world_size=2).check(("gather", "unit", 3))
     thread.join()
     assert early.waits == 0
+
+
+@pytest.mark.parametrize("are_introduced", [False, True])
+def test_a_group_made_anew_at_the_same_store_hears_nothing_of_the_verdict_on_the_one_before(
+    are_introduced: bool,
+) -> None:
+    store = dist.HashStore()
+
+    def settle(number: int, *operations: tuple[str, str, int]) -> list[str]:
+        agreements = [Agreement(store, rank, world_size=2) for rank in range(2)]
+        addresses = [own_mailbox("127.0.0.1").open_for(each) for each in agreements]
+        said: list[str] = []
+
+        def act(rank: int) -> None:
+            agreements[rank].inquiry.begin_as(number)
+            if are_introduced:
+                agreements[rank].inquiry.note_mailboxes(addresses)
+            time.sleep(rank)
+            try:
+                agreements[rank].check(operations[rank])
+            except RuntimeError as error:
+                said.append(str(error))
+
+        threads = [threading.Thread(target=act, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return said
+
+    here, there = ("gather", "here", 1), ("gather", "there", 1)
+    with patience(0.2):
+        assert len(settle(1, here, there)) == 2
+        assert settle(2, here, here) == []

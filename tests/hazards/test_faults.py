@@ -69,9 +69,26 @@ def test_an_exception_on_one_rank_is_told_to_all_others(ranks: int, rank: int) -
 
 
 @cases((2, 0))
+def test_an_exception_before_the_first_operation_is_told_to_all_others(
+    ranks: int, rank: int
+) -> None:
+    """Ranks do not know each other's mailboxes yet: the store has to tell, if it is not gone."""
+    for outcome in others("exception", ranks, rank, step=0):
+        assert_told(outcome, "RankLostError", f"Rank {rank % ranks} is gone", "forward of unit")
+        assert_told(outcome, "ended with ValueError: this rank's own data")
+
+
+@cases((2, 0))
 def test_a_rank_that_is_killed_is_named_on_all_others(ranks: int, rank: int) -> None:
     for outcome in others("kill", ranks, rank):
         assert_told(outcome, "RankLostError", f"Rank {rank % ranks} is gone", "of unit 'layers.0'")
+
+
+@cases((2, -1))
+def test_a_rank_that_is_killed_before_the_first_operation_is_named(ranks: int, rank: int) -> None:
+    """Where the ranks share a host; else, ranks that do not know each other can only wait."""
+    for outcome in others("kill", ranks, rank, step=0):
+        assert_told(outcome, "RankLostError", f"Rank {rank % ranks} is gone", "forward of unit")
 
 
 @cases()

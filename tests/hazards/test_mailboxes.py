@@ -6,6 +6,7 @@ import contextlib
 import resource
 import socket
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from fullshard.engine.comm import inquiry
 from fullshard.engine.comm import mailbox as mailboxes
 from fullshard.engine.comm.announcement import announcements_of
 from fullshard.engine.comm.introductions import introduce
@@ -159,6 +161,20 @@ def test_hosts_that_refuse_connections_are_known_to_before_a_rank_is_taken_for_d
         assert contact([addresses[1 - rank]], None, 1.0)[0].state is State.UNKNOWN
     told = [str(each.message) for each in caught if "a connection to" in str(each.message)]
     assert len(told) == (1 if rank == 0 else 0)
+
+
+def test_a_rank_that_has_ended_is_missed_however_long_it_takes_to_ask_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where whole hosts are gone, each look takes seconds."""
+    monkeypatch.setattr(inquiry, "_MISSES_AFTER", 0.1)
+    looks = inquiry.Inquiry(dist.HashStore(), rank=0, names=range(3))
+    assert not looks.are_missed(failed=False)
+    time.sleep(0.3)
+    assert looks.are_missed(failed=False)
+
+    looks.close()  # what was waited for has come
+    assert not looks.are_missed(failed=False)
 
 
 @ranks(2)

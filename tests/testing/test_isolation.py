@@ -5,6 +5,7 @@ import random
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def sum_over_a_mesh() -> float:
 def redistribute_over_a_mesh() -> None:
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("rows", "columns"))
     whole = torch.ones(4, 4, device=device())
-    rows = distribute_tensor(whole, mesh["columns"], [Shard(0)])
+    rows: Any = distribute_tensor(whole, mesh["columns"], [Shard(0)])
     (rows + rows).redistribute(placements=[Replicate()])
 
 

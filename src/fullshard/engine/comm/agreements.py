@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import os
@@ -10,9 +11,10 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from . import order_check
+from . import departure, failures, order_check
 from .announcement import announcements_of
 from .backends import is_gloo
+from .introductions import leave_address
 from .order_check import Agreement
 from .order_table import OrderTable
 from .watcher import watch
@@ -45,6 +47,9 @@ class NoAgreement:
         raise error
 
 
+#: How many groups of each name this process has had. A name comes again after its group is
+#: destroyed, perhaps with the same store.
+_made: collections.Counter[str] = collections.Counter()
 _agreements: weakref.WeakKeyDictionary[Any, Agreement | NoAgreement] = weakref.WeakKeyDictionary()
 
 
@@ -75,7 +80,13 @@ def _make(group: Any) -> Agreement | NoAgreement:
     agreement.inquiry.note_store(ends_with_first=names[0] == 0 and not _agent_has_store())
     if not is_gloo(group):
         agreement.inquiry.note_waiting("at or before")
+        agreement.backend_failed = functools.partial(failures.is_broken, weakref.ref(group))
         watch(agreement, group, order_check.PATIENCE)
+    departure.leave_word_of(agreement)
+    _made[group.group_name] += 1
+    number = _made[group.group_name]
+    agreement.inquiry.begin_as(number)
+    agreement.inquiry.find_mailbox = leave_address(agreement, group.rank(), store, number)
     return agreement
 
 

@@ -40,6 +40,9 @@ class Announcements:
         self._options.rootRank = 0
         self._least = dist.AllreduceOptions()
         self._least.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+        #: Whether the first collective also connects the ranks, in which none of them can look
+        #: around: over gloo they are connected when they make the group.
+        self.connects_ranks = device.type != "cpu"
 
     @property
     def is_possible(self) -> bool:

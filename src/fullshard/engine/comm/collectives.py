@@ -157,8 +157,6 @@ class Group(BetweenSteps):
         """Wait for started operations (on an accelerator, the current stream waits)."""
         try:
             for work in pending:
-                if self._order is not None:
-                    self._agreement.issue(work)
                 work.wait()
         except dist.DistError as error:
             self._explain(error)
@@ -168,6 +166,9 @@ class Group(BetweenSteps):
 
     def pending(self, work: Any, *tensors: torch.Tensor) -> Any:
         """The object to wait for after starting ``work``, an operation on ``tensors``."""
+        if self._order is not None:
+            # Not when it is waited for: the device may come to wait for what was started later.
+            self._agreement.issue(work)
         return work
 
     def gather(
@@ -180,10 +181,10 @@ class Group(BetweenSteps):
         sent = [torch.view_as_real(t) if t.is_complex() else t for t in inputs]
         try:
             if len(received) == 1:
-                return [self._all_gather(received[0], sent[0])]
+                return [self.pending(self._all_gather(received[0], sent[0]))]
             if _NEW_NAMES:
-                return [self.group.all_gather_single_coalesced(received, sent)]
-            return [self.group.allgather_into_tensor_coalesced(received, sent)]
+                return [self.pending(self.group.all_gather_single_coalesced(received, sent))]
+            return [self.pending(self.group.allgather_into_tensor_coalesced(received, sent))]
         except dist.DistError as error:
             self._explain(error)
 
@@ -219,7 +220,7 @@ class Group(BetweenSteps):
                 work = self.group._reduce_scatter_base(output, full, *options)
         except dist.DistError as error:
             self._explain(error)
-        return functools.partial(self.wait, work)
+        return functools.partial(self.wait, self.pending(work))
 
     def start_encoded_reduce(
         self,

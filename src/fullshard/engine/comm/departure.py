@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 import threading
+import time
 import traceback
 import weakref
 from pathlib import Path
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 _NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 #: Longest text of an error that others are told.
 _LONGEST = 2000
+#: Seconds for which a rank stays at most in whose store others will look why it ended, and between
+#: two questions whether all have. It is before the first operation: later they are told at once.
+_STAYS, _PAUSE = 5.0, 0.05
 
 _agreements: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -65,10 +69,15 @@ def _add_explanation(error: BaseException) -> None:
 def tell_others(error: BaseException) -> None:
     """Leave word that ``error`` ends this rank."""
     said = "".join(traceback.format_exception_only(error)).strip()[:_LONGEST]
-    for agreement in list(_agreements):
+    agreements = list(_agreements)
+    for agreement in agreements:
         # The store may be gone.
         with contextlib.suppress(RuntimeError, OSError):
             agreement.inquiry.depart(said)
+    deadline = time.monotonic() + _STAYS
+    with contextlib.suppress(RuntimeError, OSError):
+        while time.monotonic() < deadline and any(a.inquiry.serves_others for a in agreements):
+            time.sleep(_PAUSE)
 
 
 def whereabouts() -> str:

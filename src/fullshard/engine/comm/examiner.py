@@ -148,10 +148,13 @@ class Examiner:
         inquiry = self._inquiry
         inquiry.set("verdict", json.dumps(list(verdict)).encode())
         inquiry.add("pulse", HAS_VERDICT)
+        inquiry.note_told()
         reached = inquiry.reach(inquiry.others, {"verdict": list(verdict)})
         if any(found.state is State.UNKNOWN for found in reached.values()):
             # Others will find it in the store, which may end with this process.
-            time.sleep(_STAYS)
+            deadline = time.monotonic() + _STAYS
+            while inquiry.are_others_untold and time.monotonic() < deadline:
+                time.sleep(EXAMINES_EVERY)
 
 
 def left_among(contacts: Mapping[int, Contact]) -> dict[int, str]:

@@ -13,16 +13,16 @@ Note: one examiner
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .disagreement import Operation, Place, Verdict, describe_loss, name_ranks
 from .examiner import EXAMINES_EVERY, HAS_VERDICT, REACHES_EVERY, Examiner, left_among
-from .mailbox import Address, Contact, State, contact
+from .mailbox import Address, Contact, State, contact, server_of
 
 #: Seconds between two looks at the examiner's pulse, where verdicts arrive by mail; else, seconds
 #: per thousand ranks.
@@ -37,7 +37,6 @@ _TOLD = 4
 #: Seconds after which a rank that has ended without a word is missed, if nothing has failed. It may
 #: have finished its last operation before the others do.
 _MISSES_AFTER = 2.0
-_PREFIX = "fullshard/inquiry"
 
 
 class Inquiry:
@@ -50,6 +49,11 @@ class Inquiry:
         self._names = names
         #: All ranks' mailboxes, once they are known.
         self.mailboxes: Sequence[Address] = ()
+        #: What its keys in the store begin with. A store may outlive its group, and the next group
+        #: of the same name must not find what ranks of this one disagreed on.
+        self._prefix = "fullshard/inquiry"
+        #: Finds a rank's mailbox before that, if it can.
+        self.find_mailbox: Callable[[int], Address | None] = lambda rank: None
         #: Whether the first rank's process provides the store.
         self.store_ends_with_first = False
         #: Where this rank waits, seen from the operation that it gave out last: "at" it, "at or
@@ -64,8 +68,8 @@ class Inquiry:
         self._examiner: Examiner | None = None
         self._pulse, self._felt, self._next_look = -1, 0.0, 0.0
         self._next_question = self._next_search = 0.0
-        #: Since when ranks are known to have ended, and when they were last found so.
-        self._ended_since, self._found_ended = 0.0, -math.inf
+        #: Since when ranks are known to have ended for which this one waits.
+        self._ended_since: float | None = None
         #: How many requests this rank sent to the store for this, for measurements.
         self.requests = 0
 
@@ -77,13 +81,21 @@ class Inquiry:
         """Ask this store from now on: the same one, perhaps over another connection."""
         self.store = store
 
-    def note_mailboxes(self, mailboxes: Sequence[Address]) -> None:
-        """Note where all ranks' mailboxes are."""
-        self.mailboxes = mailboxes
-
     def note_waiting(self, waits: str) -> None:
         """Note where this rank waits: "at" an operation, "at or before" or "after" it."""
         self.waits = waits
+
+    def begin_as(self, number: int) -> None:
+        """Be of the ``number``-th group of this name that this process has."""
+        self._prefix = f"fullshard/inquiry/{number}"
+
+    def note_mailboxes(self, mailboxes: Sequence[Address]) -> None:
+        """Note where all ranks' mailboxes are; all ranks are told at the same place."""
+        self.mailboxes = mailboxes
+        if any(mailboxes[0].secret):
+            # No other group has had it. Not itself: whoever knows it is listened to.
+            facts = mailboxes[0].secret + mailboxes[0].number.to_bytes(4, "big")
+            self._prefix = f"fullshard/inquiry/{hashlib.blake2b(facts, digest_size=8).hexdigest()}"
 
     @property
     def is_due(self) -> bool:
@@ -115,6 +127,7 @@ class Inquiry:
 
     def close(self) -> None:
         """End this rank's part: it no longer waits."""
+        self._ended_since = None
         if self._is_open:
             self._is_open = False
             if self._examiner is not None:
@@ -127,29 +140,29 @@ class Inquiry:
     def add(self, key: str, amount: int) -> int:
         """Add to a number of all ranks."""
         self.requests += 1
-        found: int = self.store.add(f"{_PREFIX}/{key}", amount)
+        found: int = self.store.add(f"{self._prefix}/{key}", amount)
         return found
 
     def set(self, key: str, value: bytes) -> None:
         """Write a value for all ranks."""
         self.requests += 1
-        self.store.set(f"{_PREFIX}/{key}", value)
+        self.store.set(f"{self._prefix}/{key}", value)
 
     def get(self, key: str) -> bytes:
         """Read a value that is there, or will be at once."""
         self.requests += 1
-        value: bytes = self.store.get(f"{_PREFIX}/{key}")
+        value: bytes = self.store.get(f"{self._prefix}/{key}")
         return value
 
     def delete(self, key: str) -> None:
         """Remove a value that nobody will read any more."""
         self.requests += 1
-        self.store.delete_key(f"{_PREFIX}/{key}")
+        self.store.delete_key(f"{self._prefix}/{key}")
 
     def compare_set(self, key: str, expected: str, value: str) -> str:
         """Write a value if it is as expected; returns the value afterwards."""
         self.requests += 1
-        found: bytes = self.store.compare_set(f"{_PREFIX}/{key}", expected, value)
+        found: bytes = self.store.compare_set(f"{self._prefix}/{key}", expected, value)
         return found.decode()
 
     # -- a rank that waits --------------------------------------------------------------------
@@ -183,6 +196,7 @@ class Inquiry:
         self._next_look = now + self._interval
         if pulse >= HAS_VERDICT:
             self.verdict = Verdict(*json.loads(self.get("verdict")))
+            self.note_told()
         elif pulse != self._pulse:
             self._pulse, self._felt = pulse, now
         elif now - self._felt > _NO_PULSE:
@@ -220,7 +234,7 @@ class Inquiry:
         if not self.store_answers():
             return self._silent_store
         self.requests += 1
-        if not self.store.check([f"{_PREFIX}/awaited"]):
+        if not self.store.check([f"{self._prefix}/awaited"]):
             return None
         return self.get("awaited").decode() or None
 
@@ -251,18 +265,21 @@ class Inquiry:
 
     def reach(self, ranks: Sequence[int], message: dict[str, Any] | None) -> dict[int, Contact]:
         """Try to reach ranks at their mailboxes."""
-        if not self.mailboxes:
-            return {rank: Contact(State.UNKNOWN) for rank in ranks}
-        found = contact([self.mailboxes[rank] for rank in ranks], message, _REACHES_WITHIN)
-        return dict(zip(ranks, found, strict=True))
+        places = {r: self.mailboxes[r] if self.mailboxes else self.find_mailbox(r) for r in ranks}
+        known = {rank: place for rank, place in places.items() if place is not None}
+        found = contact([*known.values()], message, _REACHES_WITHIN)
+        return dict.fromkeys(ranks, Contact(State.UNKNOWN)) | dict(zip(known, found, strict=True))
 
-    def receive(self, message: dict[str, Any]) -> None:
-        """Take note of what another rank left in the mailbox."""
+    def receive(self, message: dict[str, Any]) -> bool:
+        """Take note of what another rank left in the mailbox; whether it was news."""
         if "verdict" in message:
             self.verdict = self.verdict or Verdict(*message["verdict"])
         elif "departed" in message:
             rank, reason = message["departed"]
             self.departed.setdefault(rank, reason)
+        else:
+            return False
+        return True
 
     def depart(self, reason: str) -> None:
         """Leave word that this rank ends with an error, before others miss it.
@@ -272,7 +289,7 @@ class Inquiry:
         if self.verdict is not None:
             return
         note = {"departed": [self._rank, reason]}
-        if self._rank == 0 and self.store_ends_with_first:
+        if self._rank == 0 and self.store_ends_with_first and self.mailboxes:
             self.reach(self.others, note)
             return
         if self.store_ends_with_first and self.reach([0], None)[0].state is State.ENDED:
@@ -280,9 +297,25 @@ class Inquiry:
         if self.store_answers():
             number = self.add("departures", 1)
             self.set(f"departure/{number}", json.dumps(note["departed"]).encode())
+            self.note_told()
         size = len(self._names)
         following = [(self._rank + distance) % size for distance in range(1, 1 + _TOLD)]
         self.reach([rank for rank in dict.fromkeys(following) if rank != self._rank], note)
+
+    def note_told(self) -> None:
+        """Count this rank among those that know how this ends."""
+        self.add("told", 1)
+
+    @property
+    def serves_others(self) -> bool:
+        """True while other ranks may find out in this rank's store alone how this ends."""
+        is_served = self.mailboxes or not self.store_ends_with_first or self._rank != 0
+        return not is_served and self.are_others_untold
+
+    @property
+    def are_others_untold(self) -> bool:
+        """True while some rank has not counted itself among those that know."""
+        return self.add("told", 0) < len(self._names)
 
     def diagnose_without_store(self, history: list[Place], failed: bool = False) -> Verdict | None:
         """Find out who has ended when the store does not answer: most likely who provided it."""
@@ -291,7 +324,11 @@ class Inquiry:
         if self.verdict is None and self.departed:
             self.verdict = self.describe_lost([*self.departed], self.departed, history[-1])
         if self.verdict is None and self._rank != 0:
-            self._miss(*self.ended_among([0]), history[-1], failed)
+            ended, reasons = self.ended_among([0])
+            if not self.mailboxes and self.store_ends_with_first and server_of(self.store):
+                # Ranks do not know each other yet; but who serves the store ends with it.
+                ended = [0]
+            self._miss(ended, reasons, history[-1], failed)
         if self.verdict is None and failed and now >= self._next_search:
             self._next_search = now + REACHES_EVERY
             self._miss(*self.ended_among(self.others), history[-1], failed)
@@ -311,7 +348,6 @@ class Inquiry:
     def are_missed(self, failed: bool) -> bool:
         """True if ranks that have ended are waited for, and did not just finish before others."""
         now = time.monotonic()
-        if now - self._found_ended > _MISSES_AFTER:
+        if self._ended_since is None:
             self._ended_since = now
-        self._found_ended = now
         return failed or now - self._ended_since >= _MISSES_AFTER

@@ -5,13 +5,16 @@ Note: firewalls
     instead; and that one does not answer means that it is stopped, unless a firewall drops what it
     is sent. So while all are known to be there, each rank connects to the next one, which tests the
     way from each host to another. Where one of them fails, no rank relies on mailboxes of other
-    hosts: what the store and the backend say has to do.
+    hosts: what the store and the backend say has to do. Before the first operation, when ranks only
+    left their addresses in the store, none does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from .announcement import Announcements, Wait
@@ -27,6 +30,34 @@ from .mailbox import (
 
 #: Seconds for a connection to the next rank: a packet that is lost is sent again after one.
 _REACHES_WITHIN = 2.5
+
+
+def leave_address(
+    correspondent: Correspondent, rank: int, store: Any, number: int
+) -> Callable[[int], Address | None]:
+    """Write this rank's mailbox into the store; the function returned finds another rank's.
+
+    So that a rank that ends before its first operation is missed by those of its host. This is for
+    the ``number``-th group of its name.
+    """
+    prefix = f"fullshard/mailbox/{number}"
+    with contextlib.suppress(OSError, RuntimeError):
+        address = own_mailbox(host_towards(store)).open_for(correspondent)
+        store.set(f"{prefix}/{rank}", address.packed())
+
+    @functools.cache
+    def known(other: int) -> Address:
+        if not store.check([f"{prefix}/{other}"]):
+            raise LookupError
+        return Address.unpacked(store.get(f"{prefix}/{other}"))
+
+    def find(other: int) -> Address | None:
+        with contextlib.suppress(LookupError, RuntimeError):
+            found = known(other)
+            return found if found.is_on_this_host else None
+        return None
+
+    return find
 
 
 def introduce(

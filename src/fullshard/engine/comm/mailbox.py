@@ -202,14 +202,19 @@ def own_mailbox(host: str) -> Mailbox:
 
 def host_towards(store: Any) -> str:
     """The address of this host in the network in which ranks reach ``store``."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    target = (store.host, store.port) if isinstance(store, dist.TCPStore) else _ELSEWHERE
+    target = server_of(store) or _ELSEWHERE
     found = _address_towards(*target)
     if found is None or (_is_loopback(found) and not _is_loopback(target[0])):
         # A host often has its own name at its loopback interface, which others cannot reach.
         found = _address_towards(*_ELSEWHERE) or found
     return found or "127.0.0.1"
+
+
+def server_of(store: Any) -> tuple[str, int] | None:
+    """The host and port of the process that serves ``store``; None if none does."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
 
 
 def _address_towards(host: str, port: int) -> str | None:

@@ -58,8 +58,6 @@ _WATCHED = ("gather", "reduce")
 FEW = 4
 #: What is followed by collectives in which nobody looks around: all ranks always meet before.
 _ALWAYS_MEETS = ("save a checkpoint", "load a checkpoint")
-#: What works say that have succeeded: c10d's number for it.
-_SUCCESS = 0
 
 
 class Agreement:
@@ -92,8 +90,9 @@ class Agreement:
         self.is_capturing = False
         #: The operation that this rank waits to begin, and its place: not a past one yet.
         self._waiting: Place | None = None
-        #: Whether this rank has destroyed the process group.
+        #: Whether this rank has destroyed the process group, and whether the backend has given up.
         self.has_left = has_left
+        self.backend_failed: Callable[[], bool] = lambda: False
         #: See :meth:`check_also`.
         self._also_check: Callable[[], None] | None = None
         #: The place of the last operation for which it was told that others are waited for.
@@ -146,15 +145,22 @@ class Agreement:
     def incomplete_work(self) -> Any:
         """The last collective, if it has not completed and the host does not look around itself.
 
-        One that failed has not: the device still waits for it.
+        One that failed has not: the device still waits for it. Where the backend says that it has
+        failed, "backend": it may have been a collective of the program's own.
         """
         work = self.issued
-        host_looks = self._waiting is not None or self._explains
-        if host_looks or self.is_capturing or work is None:
+        if self._is_waiting or self._explains or self.is_capturing:
+            return None
+        if self.backend_failed():
+            return "backend"
+        if work is None:
             return None
         try:
-            if not work.is_completed() or _has_failed(work):
+            if not work.is_completed() or failures.is_given_up(work):
                 return work
+        except AttributeError:
+            # An object of the user's own, which need only be able to wait.
+            pass
         except RuntimeError:
             # The device has failed.
             return work
@@ -185,7 +191,13 @@ class Agreement:
     def history(self) -> list[Place]:
         """The last operations and their places, with the one that this rank waits to begin."""
         waiting = self._waiting
-        return [*self.order.history(), *([waiting] if waiting else [])]
+        return [*self.order.history(), *([waiting] if waiting and self._is_waiting else [])]
+
+    @property
+    def _is_waiting(self) -> bool:
+        """True if this rank waits to begin an operation: it has not gone on from there."""
+        waiting = self._waiting
+        return waiting is not None and waiting[0] >= self.order.count
 
     @contextlib.contextmanager
     def instead(self, verb: str, unit: str) -> Iterator[None]:
@@ -252,15 +264,16 @@ class Agreement:
             return
         if operation.verb in _SILENT:
             return
-        if self._world_size <= FEW or not announcements.is_possible:
+        connects = announcements.connects_ranks and not self.inquiry.mailboxes
+        if self._world_size <= FEW or connects or not announcements.is_possible:
             self._wait_at_rendezvous(operation, begins_pass)
         else:
             self._hear_first(announcements, operation, begins_pass)
         if not self.inquiry.mailboxes and announcements.is_possible:
+            store = self._rendezvous.store
             self.inquiry.note_mailboxes(
-                introduce(self, self._rank, self._rendezvous.store, announcements, self.wait)
+                introduce(self, self._rank, store, announcements, self.wait)
             )
-            departure.leave_word_of(self)
 
     def _hear_first(
         self, announcements: Announcements, operation: Operation, begins_pass: bool
@@ -353,7 +366,7 @@ class Agreement:
 
     @property
     def _place(self) -> int:
-        return self.order.count - (self._waiting is None)
+        return self.order.count - (not self._is_waiting)
 
     def close(self) -> None:
         """End the inquiry on this rank: it no longer waits."""
@@ -386,21 +399,11 @@ class Agreement:
                 "where": departure.whereabouts(),
                 "left": self.has_left(),
             }
-        self.inquiry.receive(message)
-        if self.inquiry.verdict is not None:
-            self.order.halt()
-        self.stirred.set()
+        if self.inquiry.receive(message):
+            if self.inquiry.verdict is not None:
+                self.order.halt()
+            self.stirred.set()
         return {}
-
-
-def _has_failed(work: Any) -> bool:
-    """True if the backend gave up a work, which NCCL's then reports as complete."""
-    try:
-        result = work.get_future_result()
-    except (AttributeError, RuntimeError):
-        # Its backend does not say.
-        return False
-    return bool(result.done() and result.value() != _SUCCESS)
 
 
 def _at(history: list[Place]) -> str:

@@ -108,6 +108,9 @@ class _Channel:
                 self._agreement.look_around(waited)
             elif waited > LAST_RESORT:
                 raise RuntimeError(f"Waited {waited:.0f} s for ranks that still have data")
+        if isinstance(self._agreement, Agreement):
+            # So that this rank posts what it does when it waits again.
+            self._agreement.close()
         packed = io.BytesIO(self._store.get(key))
         # Tensors and plain values only, so that others who reach the store cannot run code here.
         with torch.serialization.safe_globals([Since]):
