@@ -332,3 +332,12 @@ def add_class(module: nn.Module, of: ModuleUnit, kind: type[FSDPModule]) -> None
         _classes[kind, own] = made
     module.__class__ = _classes[kind, own]
     module._fullshard_module_unit = of  # type: ignore[assignment]
+    module.register_forward_hook(_has_to_be_called)
+
+
+def _has_to_be_called(module: nn.Module, args: Any, output: Any) -> None:
+    """Do nothing, as a forward hook, which tells others that ``module`` has to be called.
+
+    Without any, the fast path of ``nn.TransformerEncoderLayer`` computes with the parameters of
+    its modules and calls none of them.
+    """

@@ -17,6 +17,7 @@ from torch import nn
 from ..api import ShardingStrategy
 from ..engine.init.validation import check_one_device, note_places
 from ..engine.params.locations import clean_tensor_name
+from ..engine.params.replacements import parameter_at
 from ..engine.params.row_sharding import copyable
 from ..engine.params.tensor_parallel import is_distributed
 from ..engine.runtime.forward import Schedule
@@ -264,9 +265,8 @@ def check_materialized(of: ModuleUnit) -> None:
     """Refuse (RuntimeError) to train parameters that are on the meta device."""
     names: list[str] = []
     for handle in of.unit.handles:
-        handle.write_back()
-        if handle.shard_tensor.is_meta:
-            names += [places[0].path for places in handle.places]
+        first = [places[0] for places in handle.places]
+        names += [place.path for place in first if parameter_at(place).is_meta]
     if names:
         raise RuntimeError(
             "FSDP parameters should be materialized from meta device before training, but the "
@@ -274,3 +274,5 @@ def check_materialized(of: ModuleUnit) -> None:
             "module.to_empty(device) to materialize to device and call module.reset_parameters() "
             "on each module to initialize values."
         )
+    for handle in of.unit.handles:
+        handle.write_back()

@@ -84,6 +84,7 @@ class Reduction:
     def stage(self, gradients: Sequence[flow.Gradients]) -> None:
         """Copy full gradients into reduce buffers, so that autograd can release its memory."""
         alone = self._unit.world_size == 1 and not self._changes_gradients
+        shows_gaps = self.after_reduce is not None
         for handle, full in zip(self._unit.handles, gradients, strict=True):
             if True not in map(REQUIRES_GRAD, handle.optimizer_params):
                 continue
@@ -97,7 +98,7 @@ class Reduction:
                 else:
                     own.deliver()
             else:
-                self._staged.append(flow.stage(handle, full, self.fills_unused))
+                self._staged.append(flow.stage(handle, full, self.fills_unused, shows_gaps))
 
     @property
     def _changes_gradients(self) -> bool:
