@@ -40,7 +40,8 @@ class FSDPModule:
 
     @untraced_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._fullshard_module_unit._run(super().__call__, args, kwargs)  # type: ignore[misc]
+        run = super().__call__  # type: ignore[misc]
+        return self._fullshard_module_unit._run(run, args, kwargs, self)  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise AssertionError(

@@ -66,14 +66,23 @@ class ModuleUnit:
         self._gather_after: Any = None
         #: Parameters that another unit sharded before this one, by name, and that unit.
         self._other_users: dict[str, weakref.ref[ModuleUnit]] = {}
+        #: The modules that have yet to run, of several, in the pass of that number.
+        self._to_run: set[nn.Module] = set()
+        self._pass = 0
         #: What the user had prefetched when this unit's forward, or backward, begins.
         self._prefetched_in_forward: list[ModuleUnit] = []
 
     # -- a forward ----------------------------------------------------------------------------
 
     @untraced_itself
-    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Call ``function`` with full parameters in place."""
+    def _run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Any,
+        module: nn.Module | None = None,
+    ) -> Any:
+        """Call ``function`` with full parameters in place; ``module`` if it is one's forward."""
         schedule = self.schedule or self.start()
         unit, depth = self.unit, schedule.depth
         if self._gather_after is not None and depth == 0:
@@ -88,14 +97,24 @@ class ModuleUnit:
             if self.inner is None:
                 output = function(*args, **kwargs)
             else:
-                output = self.inner._run(function, args, kwargs)
-            output = schedule.end_forward(unit, output, call)
+                output = self.inner._run(function, args, kwargs, module)
+            follow = len(self.modules) > 1 and self._others_follow(module, schedule.passes)
+            output = schedule.end_forward(unit, output, call, follow)
         except BaseException as error:
             self._abandon(schedule, depth, error, (args, kwargs))
             raise
         if self.precision.output_dtype is not None:
             output = cast_floating(output, self.precision.output_dtype)
         return output
+
+    def _others_follow(self, module: nn.Module | None, number: int) -> bool:
+        """True if ``module`` has run, and others of the unit have not yet in pass ``number``."""
+        if module is None:
+            return False
+        if self._pass != number or not self._to_run:
+            self._pass, self._to_run = number, {*self.modules}
+        self._to_run.discard(module)
+        return bool(self._to_run)
 
     def gather_after(self, event: Any) -> None:
         """Let the next pass all-gather after ``event``, instead of after all earlier compute."""
