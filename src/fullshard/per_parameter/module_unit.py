@@ -54,13 +54,15 @@ class ModuleUnit:
         self.unit = unit
         self.modules = modules
         self.inner = inner
-        self._mesh = mesh
+        self.mesh = mesh
         self.precision = precision
         self.is_hybrid = mesh.is_hybrid
         #: The user's choice; None: decided when the outermost module is known.
         self._reshards_after_forward = reshard_after_forward
         self.schedule: Schedule | None = None
         self.is_root: bool | None = None
+        #: The module's name below the root, once that is known.
+        self.path: str | None = None
         self.communication = Communication(unit, mesh.ranks)
         self.state = ModuleState(self)
         self._gather_after: Any = None
@@ -180,10 +182,10 @@ class ModuleUnit:
         outermost = {*self.with_inner()}
         of_modules = {unit_of(other.modules[0]) for _, other in everything}
         for path, other in everything:
-            name = clean_tensor_name(f"{path}.")[:-1] if path else ""
-            name = name or f"(root) {type(other.modules[0]).__name__}"
+            other.path = clean_tensor_name(f"{path}.")[:-1] if path else ""
+            name = other.path or f"(root) {type(other.modules[0]).__name__}"
             if other not in of_modules:
-                name += f" over {other._mesh.mesh.mesh_dim_names or tuple(other._mesh.mesh.shape)}"
+                name += f" over {other.mesh.mesh.mesh_dim_names or tuple(other.mesh.mesh.shape)}"
             other.unit.start_training(name, {})
             other._check_unshared(path, everything)
             check_materialized(other)
