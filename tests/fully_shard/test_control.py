@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from tests.fully_shard.side_by_side import (
     OURS,
     THEIRS,
+    Model,
+    both,
     build,
     by_block,
     forward_loss,
@@ -103,6 +106,66 @@ def test_parameters_that_stay_are_not_gathered_again() -> None:
 
     assert twice(lambda model: None) == [2, 2]
     assert twice(lambda model: model.set_reshard_after_backward(False)) == [1, 1]
+
+
+class Skipping(Model):
+    """A model that may leave its norm out."""
+
+    skips = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden if self.skips else self.norm(hidden))
+
+
+def shard_tail(api: Any, model: Any, reshards: bool) -> None:
+    """As accelerate and transformers do: what runs at both ends, in one unit."""
+    api.fully_shard([model.norm, model.embed, model.head], reshard_after_forward=reshards)
+    api.fully_shard(model)
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+@ranks(2)
+def test_modules_in_a_list_are_gathered_once_however_far_apart_they_run(reshards: bool) -> None:
+    counts: list[tuple[int, int]] = []
+    for api in (THEIRS, OURS):
+        model: Any = Skipping()
+        shard_tail(api, model, reshards)
+        gather = AllGather()
+        model.head.set_custom_all_gather(gather)
+
+        loss = forward_loss(model, 0)
+        of_forward = len(gather.calls)
+        loss.backward()
+        gather.calls.clear()
+        with torch.no_grad():
+            forward_loss(model, 0)
+        counts.append((of_forward, len(gather.calls)))
+
+    assert counts[1] == counts[0] == (1, 1)
+
+
+@ranks(2)
+def test_a_module_in_a_list_may_be_left_out() -> None:
+    def step_with(api: Any, model: Any, step: int) -> torch.Tensor:
+        model.skips = step == 1
+        loss = forward_loss(model, step)
+        loss.backward()
+        return loss
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Skipping()
+
+    for reshards in (True, False):
+        shard = functools.partial(shard_tail, reshards=reshards)
+        both(shard, make=make, step_with=step_with, steps=4)
 
 
 @ranks(2)

@@ -8,12 +8,14 @@ import pytest
 import torch
 from tests.fully_shard.side_by_side import (
     OURS,
+    THEIRS,
     both,
     build,
     by_block,
     forward_loss,
 )
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
@@ -22,6 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard.testing import ranks
+
+MARK = "_is_fsdp_managed_module"
 
 
 @pytest.mark.parametrize("implementation", list(CheckpointImpl))
@@ -115,3 +119,36 @@ def test_slicing_a_sharded_container_gives_a_plain_one() -> None:
 
     assert type(model[:1]) is nn.Sequential
     assert model[:1][0] is model[0]
+
+
+@ranks(2)
+def test_the_fast_path_of_a_transformer_layer_passes_no_unit_by() -> None:
+    outputs: list[torch.Tensor] = []
+    for api in (THEIRS, OURS):
+        torch.manual_seed(0)
+        layer: Any = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        api.fully_shard(layer.linear1)
+        api.fully_shard(layer)
+        with torch.no_grad():
+            outputs.append(layer.eval()(torch.ones(2, 3, 8)))
+
+    torch.testing.assert_close(*outputs)
+
+
+@ranks(2)
+def test_modules_are_marked_for_others_as_torchs_are() -> None:
+    """By the mark transformers knows that all ranks have to run every layer, and every step."""
+    marked: list[set[str]] = []
+    for api in (THEIRS, OURS):
+        model: Any = build()
+        api.fully_shard(model.blocks[0])
+        replicated = torch_replicate if api is THEIRS else fullshard.replicate
+        replicated(model.blocks[1])
+        api.fully_shard(model)
+        found = {n for n, m in model.named_modules() if getattr(m, MARK, False)}
+        marked.append(found)
+    wrapper = fullshard.FullyShardedDataParallel(build())
+
+    assert marked[1] == marked[0]
+    assert {"", "blocks.0.up"} < marked[0]
+    assert all(getattr(module, MARK) for module in wrapper.module.modules())

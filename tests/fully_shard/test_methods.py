@@ -126,6 +126,22 @@ def test_a_hook_sees_reduced_gradients() -> None:
 
 
 @ranks(2)
+def test_a_hook_sees_zeros_between_gradients() -> None:
+    sums: dict[Any, list[float]] = {}
+    for api in (THEIRS, OURS):
+        model: Any = build()
+        by_block()(api, model)
+        found = sums[api] = []
+        for block in model.blocks:
+            block.set_all_reduce_hook(lambda reduced, found=found: found.append(reduced.sum()))
+        # What memory held before must not be seen.
+        _ = [torch.full((n,), float("nan")) for n in range(1, 400)]
+        forward_loss(model, 0).backward()
+
+    torch.testing.assert_close(sums[OURS], sums[THEIRS])
+
+
+@ranks(2)
 def test_a_registered_method_runs_with_full_parameters() -> None:
     class Method(Model):
         def features(self, x: torch.Tensor) -> torch.Tensor:
@@ -291,6 +307,24 @@ def test_a_model_on_the_meta_device_is_sharded_then_made() -> None:
         assert not torch.equal(whole(model.head.weight), before)
         after = forward_loss(model, 3)
         assert after.item() != found.item()
+
+
+@ranks(2)
+def test_parameters_that_a_state_dict_did_not_have_are_named_as_under_torchs() -> None:
+    state = train(THEIRS, by_block(), steps=1).model.state_dict()
+    messages: list[str] = []
+    for api in (THEIRS, OURS):
+        with torch.device("meta"):
+            model: Any = Model()
+        by_block()(api, model)
+        missing = {name: value for name, value in state.items() if "head.weight" not in name}
+        model.load_state_dict(copy.deepcopy(missing), assign=True, strict=False)
+        with pytest.raises(RuntimeError) as caught:
+            model(torch.arange(3))
+        messages.append(str(caught.value))
+
+    assert "following were still on meta device: ['head.weight']" in messages[0]
+    assert messages[1] == messages[0]
 
 
 @ranks(2)

@@ -206,3 +206,12 @@ def test_the_modules_own_attributes_stay_its_own() -> None:
     model: Any = OURS.fully_shard(copy.deepcopy(plain))
     x = torch.ones(2, 4, device=device())
     torch.testing.assert_close(model(x), plain(x))
+
+
+@ranks(2)
+def test_a_gradient_that_is_no_dtensor_is_refused_by_name() -> None:
+    model: Any = sharded()
+    model.head.weight.grad = torch.zeros(model.head.weight.shape, device=device())
+
+    with pytest.raises(RuntimeError, match=r"gradient of parameter 'head.weight' is a plain"):
+        forward_loss(model, 0).backward()

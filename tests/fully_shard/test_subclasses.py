@@ -83,8 +83,13 @@ class Quantized(torch.Tensor):
 
 
 class Scaled(torch.Tensor):
-    """A full parameter that stays integers, with their scale, and computes with their product."""
+    """A full parameter that stays integers, with their scale, and computes with their product.
 
+    As torchao's: attributes have slots, and what autograd saves for a linear layer's backward is
+    another object, with the scale of the forward.
+    """
+
+    __slots__ = ("_integers", "_kind", "_scale")
     _integers: torch.Tensor
     _scale: torch.Tensor
     _kind: torch.dtype
@@ -112,6 +117,8 @@ class Scaled(torch.Tensor):
         if function.overloadpacket in (torch.ops.aten.detach, torch.ops.aten.as_strided):
             given = args[0]
             return cls(given._integers, given._scale, given._kind)
+        if function.overloadpacket is torch.ops.aten.t:
+            return cls(args[0]._integers.t(), args[0]._scale, args[0]._kind)
 
         def whole(value: Any) -> Any:
             if not isinstance(value, Scaled):
@@ -150,6 +157,28 @@ class QuantizedThroughout(Quantized):
         return None
 
 
+class Whole(Quantized):
+    """Rows that are all-gathered as they are: the result is the full parameter."""
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        CALLS.append((type(self).__name__, mesh.ndim, mesh.size()))
+        return (self._rows.to(mp_policy.param_dtype or self._rows.dtype),), None
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: Any,
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Any = None,
+    ) -> Any:
+        (whole,) = all_gather_outputs
+        CALLS.append((whole.dtype, param_dtype, None if out is None else tuple(out.shape)))
+        return (whole, (whole,)) if out is None else None
+
+
 def build(kind: type[Quantized]) -> nn.Module:
     torch.manual_seed(6)
     model = nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -158,7 +187,7 @@ def build(kind: type[Quantized]) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("kind", [Quantized, QuantizedThroughout])
+@pytest.mark.parametrize("kind", [Quantized, QuantizedThroughout, Whole])
 @pytest.mark.parametrize("low", [False, True])
 @ranks(2)
 def test_training_and_calls_are_torchs(kind: type[Quantized], low: bool) -> None:
@@ -188,6 +217,34 @@ def test_training_and_calls_are_torchs(kind: type[Quantized], low: bool) -> None
     # A host all-gathers ahead, in an order of its own, and begins backward with what it has.
     assert {str(call) for call in calls[1]} == {str(call) for call in calls[0]}
     assert any("True" in str(call[-1]) or call[-1] == (8, 4) for call in calls[1])
+
+
+@pytest.mark.filterwarnings("ignore")
+@ranks(2)
+def test_weights_that_torchao_all_gathers_in_float8_train_as_under_torchs() -> None:
+    float8 = pytest.importorskip("torchao.float8", reason="install the extra 'quantized'")
+    config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    losses: list[list[float]] = []
+    for api in (THEIRS, OURS):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        float8.convert_to_float8_training(model, config=config)
+        api.fully_shard(model[0])
+        api.fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        found: list[float] = []
+        for step in range(4):
+            generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+            loss = model(torch.randn(16, 16, generator=generator)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step > 0:
+                float8.precompute_float8_dynamic_scale_for_fsdp(model)
+            found.append(loss.item())
+        losses.append(found)
+
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=0)
 
 
 def plain(told: Any) -> Any:

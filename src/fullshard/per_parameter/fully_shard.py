@@ -17,7 +17,7 @@ from ..api import BackwardPrefetch, Communication, MixedPrecision
 from ..engine.comm.collectives import group_for
 from ..engine.comm.neighbours import neighbours_in
 from ..engine.comm.process_groups import ProcessGroups
-from ..engine.init.build import encodings_of, group_parameters, managed_parameters
+from ..engine.init.build import encodings_of, group_parameters, managed_parameters, mark_managed
 from ..engine.init.communication import check_kind, checked_communication
 from ..engine.init.packing import PLAIN, pack
 from ..engine.init.validation import check_modules
@@ -128,7 +128,8 @@ class Application:
         root: Any = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         everything = [m for m in root.modules() if len(modules) == 1 or m is not root]
         check_modules(root, everything)
-        parameters = managed_parameters(root, own_modules(root, is_unit), self.ignored, ())
+        own = own_modules(root, is_unit)
+        parameters = managed_parameters(root, own, self.ignored, ())
         shares = shares_of(root, parameters, data_parallel, self.placement_of)
         names = named(root, parameters)
         resharding = [
@@ -142,6 +143,8 @@ class Application:
         assert of is not None
         for each in modules:
             add_class(each, of, self.kind)
+        if self.kind is FSDPModule:
+            mark_managed(own)
         for name, parameter in names:
             of.note_other_user(name, _users.get(parameter))
             _users[parameter] = weakref.ref(of)

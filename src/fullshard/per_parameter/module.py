@@ -40,7 +40,8 @@ class FSDPModule:
 
     @untraced_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._fullshard_module_unit._run(super().__call__, args, kwargs)  # type: ignore[misc]
+        run = super().__call__  # type: ignore[misc]
+        return self._fullshard_module_unit._run(run, args, kwargs, self)  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise AssertionError(
@@ -332,3 +333,12 @@ def add_class(module: nn.Module, of: ModuleUnit, kind: type[FSDPModule]) -> None
         _classes[kind, own] = made
     module.__class__ = _classes[kind, own]
     module._fullshard_module_unit = of  # type: ignore[assignment]
+    module.register_forward_hook(_has_to_be_called)
+
+
+def _has_to_be_called(module: nn.Module, args: Any, output: Any) -> None:
+    """Do nothing, as a forward hook, which tells others that ``module`` has to be called.
+
+    Without any, the fast path of ``nn.TransformerEncoderLayer`` computes with the parameters of
+    its modules and calls none of them.
+    """

@@ -17,6 +17,7 @@ from torch import nn
 from ..api import ShardingStrategy
 from ..engine.init.validation import check_one_device, note_places
 from ..engine.params.locations import clean_tensor_name
+from ..engine.params.replacements import parameter_at
 from ..engine.params.row_sharding import copyable
 from ..engine.params.tensor_parallel import is_distributed
 from ..engine.runtime.forward import Schedule
@@ -53,26 +54,37 @@ class ModuleUnit:
         self.unit = unit
         self.modules = modules
         self.inner = inner
-        self._mesh = mesh
+        self.mesh = mesh
         self.precision = precision
         self.is_hybrid = mesh.is_hybrid
         #: The user's choice; None: decided when the outermost module is known.
         self._reshards_after_forward = reshard_after_forward
         self.schedule: Schedule | None = None
         self.is_root: bool | None = None
+        #: The module's name below the root, once that is known.
+        self.path: str | None = None
         self.communication = Communication(unit, mesh.ranks)
         self.state = ModuleState(self)
         self._gather_after: Any = None
         #: Parameters that another unit sharded before this one, by name, and that unit.
         self._other_users: dict[str, weakref.ref[ModuleUnit]] = {}
+        #: The modules that have yet to run, of several, in the pass of that number.
+        self._to_run: set[nn.Module] = set()
+        self._pass = 0
         #: What the user had prefetched when this unit's forward, or backward, begins.
         self._prefetched_in_forward: list[ModuleUnit] = []
 
     # -- a forward ----------------------------------------------------------------------------
 
     @untraced_itself
-    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Call ``function`` with full parameters in place."""
+    def _run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Any,
+        module: nn.Module | None = None,
+    ) -> Any:
+        """Call ``function`` with full parameters in place; ``module`` if it is one's forward."""
         schedule = self.schedule or self.start()
         unit, depth = self.unit, schedule.depth
         if self._gather_after is not None and depth == 0:
@@ -87,14 +99,24 @@ class ModuleUnit:
             if self.inner is None:
                 output = function(*args, **kwargs)
             else:
-                output = self.inner._run(function, args, kwargs)
-            output = schedule.end_forward(unit, output, call)
+                output = self.inner._run(function, args, kwargs, module)
+            follow = len(self.modules) > 1 and self._others_follow(module, schedule.passes)
+            output = schedule.end_forward(unit, output, call, follow)
         except BaseException as error:
             self._abandon(schedule, depth, error, (args, kwargs))
             raise
         if self.precision.output_dtype is not None:
             output = cast_floating(output, self.precision.output_dtype)
         return output
+
+    def _others_follow(self, module: nn.Module | None, number: int) -> bool:
+        """True if ``module`` has run, and others of the unit have not yet in pass ``number``."""
+        if module is None:
+            return False
+        if self._pass != number or not self._to_run:
+            self._pass, self._to_run = number, {*self.modules}
+        self._to_run.discard(module)
+        return bool(self._to_run)
 
     def gather_after(self, event: Any) -> None:
         """Let the next pass all-gather after ``event``, instead of after all earlier compute."""
@@ -160,10 +182,10 @@ class ModuleUnit:
         outermost = {*self.with_inner()}
         of_modules = {unit_of(other.modules[0]) for _, other in everything}
         for path, other in everything:
-            name = clean_tensor_name(f"{path}.")[:-1] if path else ""
-            name = name or f"(root) {type(other.modules[0]).__name__}"
+            other.path = clean_tensor_name(f"{path}.")[:-1] if path else ""
+            name = other.path or f"(root) {type(other.modules[0]).__name__}"
             if other not in of_modules:
-                name += f" over {other._mesh.mesh.mesh_dim_names or tuple(other._mesh.mesh.shape)}"
+                name += f" over {other.mesh.mesh.mesh_dim_names or tuple(other.mesh.mesh.shape)}"
             other.unit.start_training(name, {})
             other._check_unshared(path, everything)
             check_materialized(other)
@@ -264,9 +286,8 @@ def check_materialized(of: ModuleUnit) -> None:
     """Refuse (RuntimeError) to train parameters that are on the meta device."""
     names: list[str] = []
     for handle in of.unit.handles:
-        handle.write_back()
-        if handle.shard_tensor.is_meta:
-            names += [places[0].path for places in handle.places]
+        first = [places[0] for places in handle.places]
+        names += [place.path for place in first if parameter_at(place).is_meta]
     if names:
         raise RuntimeError(
             "FSDP parameters should be materialized from meta device before training, but the "
@@ -274,3 +295,5 @@ def check_materialized(of: ModuleUnit) -> None:
             "module.to_empty(device) to materialize to device and call module.reset_parameters() "
             "on each module to initialize values."
         )
+    for handle in of.unit.handles:
+        handle.write_back()

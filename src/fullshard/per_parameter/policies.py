@@ -43,7 +43,7 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class DataParallelMeshDims:
     """The dimensions of a mesh over which parameters are sharded, and over which replicated."""
 

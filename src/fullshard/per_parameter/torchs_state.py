@@ -9,10 +9,44 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    from ..engine.params.handle import FlatParamHandle
     from .module_unit import ModuleUnit
+
+
+class ParameterState:
+    """One parameter of a module; ``_param_fqn`` is its name from the first forward on."""
+
+    def __init__(self, of: ModuleUnit, handle: FlatParamHandle, index: int) -> None:
+        self._handle, self._index = handle, index
+        self._places = handle.places[index]
+        path = self._places[0].path
+        self._param_fqn = None if of.path is None else f"{of.path}.{path}".lstrip(".")
+
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        return self._handle.params[self._index]
+
+    @property
+    def orig_dtype(self) -> torch.dtype:
+        return self._handle.dtypes.shard
+
+    @property
+    def _orig_size(self) -> torch.Size:
+        return torch.Size(self._handle.layout.slots[self._index].shape)
+
+    @property
+    def _module_info(self) -> Any:
+        first, *others = self._places
+        return SimpleNamespace(
+            module=first.module,
+            param_name=first.name,
+            shared_modules=[place.module for place in others],
+            shared_param_names=[place.name for place in others],
+        )
 
 
 class GroupState:
@@ -28,6 +62,58 @@ class GroupState:
         """
         schedule = self._of.schedule or self._of.start()
         schedule.reduce_kept()
+
+    @property
+    def fsdp_params(self) -> list[ParameterState]:
+        """In the order in which the modules have them; handles have them by dtype."""
+        by_place = {
+            (places[0].module, places[0].name): ParameterState(self._of, handle, index)
+            for handle in self._of.unit.handles
+            for index, places in enumerate(handle.places)
+        }
+        everything = (module for each in self._of.modules for module in each.modules())
+        order = ((module, name) for module in everything for name in module._parameters)
+        return [by_place[place] for place in order if place in by_place]
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return tuple(self._of.modules)
+
+    @property
+    def mp_policy(self) -> Any:
+        return self._of.precision
+
+    @property
+    def device(self) -> torch.device:
+        return self._of.unit.device
+
+    @property
+    def mesh_info(self) -> Any:
+        groups, mesh = self._of.mesh.groups, self._of.mesh.mesh
+        shards: Any = groups.shards
+        return SimpleNamespace(
+            mesh=mesh,
+            shard_mesh_size=shards.size(),
+            shard_mesh_rank=shards.rank(),
+            shard_process_group=shards,
+            replicate_process_group=groups.copies,
+        )
+
+    @property
+    def is_sharded(self) -> bool:
+        return not self._of.unit.shows_full
+
+    @property
+    def is_unsharded(self) -> bool:
+        return self._of.unit.shows_full
+
+    @property
+    def _module_fqn(self) -> str | None:
+        return self._of.path
+
+    @property
+    def _reshard_after_forward(self) -> bool:
+        return self._of.unit.options.frees_after_forward
 
     def unshard(self, async_op: bool = False) -> None:
         """As ``FSDPModule.unshard``."""
@@ -56,6 +142,10 @@ class ModuleState:
     @property
     def _mp_policy(self) -> Any:
         return self._of.precision
+
+    @property
+    def _device(self) -> torch.device:
+        return self._of.unit.device
 
     @property
     def _is_root(self) -> bool | None:

@@ -158,11 +158,11 @@ class TracedSchedule(Schedule):
         return call
 
     @untraced
-    def end_forward(self, unit: Unit, output: Any, call: Any) -> Any:
+    def end_forward(self, unit: Unit, output: Any, call: Any, runs_again: bool = False) -> Any:
         recorder = self.recorder
         recorder.end_forward(unit)
         started = recorder.mark()
-        output = super().end_forward(unit, output, call)
+        output = super().end_forward(unit, output, call, runs_again)
         recorder.add_work(unit, started)
         return output
 

@@ -126,13 +126,15 @@ def stage(
     handle: FlatParamHandle,
     gradients: Gradients,
     fills_unused: bool = False,
+    shows_gaps: bool = False,
     *,
     dtype: torch.dtype | None = None,
 ) -> ReduceInput:
     """Copy a group's gradients into its reduce buffer, and cast them to the reduce dtype on the
     way, or to ``dtype``.
 
-    ``fills_unused``: parameters without a gradient get one of zeros, on every rank.
+    ``fills_unused``: parameters without a gradient get one of zeros, on every rank. ``shows_gaps``:
+    a user's hook reads what lies between gradients, which therefore are zeros.
     """
     dtype = dtype or handle.dtypes.reduce
     buffer: ReduceBuffer | None = None
@@ -140,13 +142,15 @@ def stage(
         buffer = handle.reduce_buffers.get(dtype) or handle.reduce_buffer(dtype)
         buffer.allocate()
         flat, places = buffer.alias, buffer.places
-        if (not handle.use_orig_params or handle.reduced_in is not None) and buffer.gaps:
-            # A user's hook reads the gaps, and so does encoding in blocks.
+        # Hooks on flat parameters read the gaps, too, and so does encoding in blocks.
+        if (
+            shows_gaps or not handle.use_orig_params or handle.reduced_in is not None
+        ) and buffer.gaps:
             torch._foreach_zero_(buffer.gaps)
     else:
         flat = torch.empty(handle.layout.padded_numel, dtype=dtype, device=handle.device)
         places = [flat.as_strided(s.shape, s.stride, s.offset) for s in handle.layout.slots]
-        if not handle.use_orig_params:
+        if shows_gaps or not handle.use_orig_params:
             for start, end in handle.layout.gaps():
                 flat[start:end].zero_()
     present: list[torch.Tensor] = [*filter(_IS_THERE, gradients)]  # type: ignore[list-item]

@@ -85,6 +85,7 @@ class Reduction:
     def stage(self, gradients: Sequence[flow.Gradients]) -> None:
         """Copy full gradients into reduce buffers, so that autograd can release its memory."""
         alone = self._unit.world_size == 1 and not self._changes_gradients
+        shows_gaps = self.after_reduce is not None
         for handle, full in zip(self._unit.handles, gradients, strict=True):
             if True not in map(REQUIRES_GRAD, handle.optimizer_params):
                 continue
@@ -101,7 +102,8 @@ class Reduction:
                 dtype = handle.dtypes.reduce
                 if handle.reduced_in is not None and self.comm_hook is None:
                     dtype = staging_dtype(handle, full, self._unit.shards)
-                self._staged.append(flow.stage(handle, full, self.fills_unused, dtype=dtype))
+                staged = flow.stage(handle, full, self.fills_unused, shows_gaps, dtype=dtype)
+                self._staged.append(staged)
 
     @property
     def _changes_gradients(self) -> bool:

@@ -65,6 +65,16 @@ def managed_parameters(
     return list(found)
 
 
+def mark_managed(modules: Iterable[nn.Module]) -> None:
+    """Mark modules whose parameters a unit shards, as torch's FSDP does, for others to see.
+
+    Transformers asks for the mark before a rank skips a layer, or stops to generate: the other
+    ranks would wait for it in an all-gather. Dynamo asks for both.
+    """
+    for module in modules:
+        vars(module).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+
+
 def group_parameters(
     parameters: Iterable[nn.Parameter],
     use_orig_params: bool,

@@ -68,8 +68,9 @@ class _Extended:
         outputs = tuple(self.gathered)
         if self.full is None:
             self.full, inner = local.fsdp_post_all_gather(outputs, self._metadata, self._dtype)
-            tensors = [*inner, *_parts_with_memory(self.full)]
-            needed = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+            # Nothing else, such as a scale: tensors that autograd saved keep the one they had, and
+            # the next all-gather sets another.
+            needed = {t.untyped_storage()._cdata: t.untyped_storage() for t in inner}
             spare = [t.untyped_storage() for t in outputs]
             self._note([*needed.values()], [s for s in spare if s._cdata not in needed])
         else:
@@ -130,7 +131,8 @@ class ExtendedBuffer(FullBuffer):
         inputs: list[torch.Tensor] = []
         for extended, local in zip(self._extended, self._locals(), strict=True):
             extended.prepare(local, self._device)
-            outputs += [known.view(-1) for known in extended.gathered]
+            # Through .data: a full parameter may be what was gathered, and saved for backward.
+            outputs += [known.data.view(-1) for known in extended.gathered]
             inputs += [given.view(-1) for given in extended.sent]
         if self.world_size > 1:
             return outputs, inputs
@@ -148,7 +150,7 @@ class ExtendedBuffer(FullBuffer):
         for follower in self._followers:
             for tensor, shown in zip(follower, self.shown, strict=True):
                 if type(tensor) is type(shown) and tensor is not shown:
-                    vars(tensor).update(vars(shown))
+                    _copy_attributes(tensor, shown)
 
     def follow(self, tensors: Sequence[torch.Tensor]) -> None:
         self._followers.append(tensors)
@@ -169,6 +171,15 @@ class ExtendedBuffer(FullBuffer):
         known = {storage._cdata for extended in self._extended for storage in extended.needed}
         parts = _parts_with_memory(tensor)
         return any(part.untyped_storage()._cdata in known for part in parts)
+
+
+def _copy_attributes(tensor: Any, source: Any) -> None:
+    vars(tensor).update(vars(source))
+    for kind in type(source).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(source, name):
+                setattr(tensor, name, getattr(source, name))
 
 
 def _fitting(function: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

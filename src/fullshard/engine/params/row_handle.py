@@ -400,7 +400,15 @@ class RowHandle(FlatParamHandle):
 
     def local_gradient(self, parameter: Any) -> torch.Tensor:
         """This rank's part of the gradient that a parameter has."""
-        local: torch.Tensor = _LOCAL(parameter.grad)
+        gradient = parameter.grad
+        if not is_distributed(gradient):
+            index = next(i for i, known in enumerate(self.params) if known is parameter)
+            raise RuntimeError(
+                f"The gradient of parameter {self.places[index][0].path!r} is a plain tensor of "
+                f"shape {tuple(gradient.shape)}, but fully_shard made the parameter a DTensor: set "
+                "it to None, or to a DTensor such as torch.zeros_like(parameter)"
+            )
+        local: torch.Tensor = _LOCAL(gradient)
         return local
 
     @property

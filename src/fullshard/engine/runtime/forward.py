@@ -65,6 +65,10 @@ class Schedule(UserRequests):
         self._units_ahead = self._policy.units_ahead(len(units), is_first=False, keeps_all=False)
         self._order: list[Unit] = []
         self._previous_order: list[Unit] = []
+        #: How many passes have begun.
+        self.passes = 0
+        #: Units of several modules, some of which have yet to run in this pass.
+        self._partly_run: set[Unit] = set()
 
     @property
     def is_idle(self) -> bool:
@@ -174,11 +178,16 @@ class Schedule(UserRequests):
                 self._unsharded.reshard(unit)
 
     @untraced
-    def end_forward(self, unit: Unit, output: Any, call: ForwardCall | None) -> Any:
-        """A unit's forward has ended: take full parameters away again, as the strategy says."""
+    def end_forward(
+        self, unit: Unit, output: Any, call: ForwardCall | None, runs_again: bool = False
+    ) -> Any:
+        """A unit's forward has ended: take full parameters away again, as the strategy says.
+
+        They stay in place if the unit ``runs_again`` in this pass: others of its modules follow.
+        """
         state = self._states[unit]
         if not (state.active > 1 or state.task is not None or unit.summoned):
-            output = self._leave_module(unit, state, output, call)
+            output = self._leave_module(unit, state, output, call, runs_again)
         self.depth -= 1
         state.active -= 1
         if self.depth == 0:
@@ -186,7 +195,12 @@ class Schedule(UserRequests):
         return output
 
     def _leave_module(
-        self, unit: Unit, state: StepState, output: Any, call: ForwardCall | None
+        self,
+        unit: Unit,
+        state: StepState,
+        output: Any,
+        call: ForwardCall | None,
+        runs_again: bool,
     ) -> Any:
         outputs = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
         buffers = unit.full_buffers
@@ -212,14 +226,21 @@ class Schedule(UserRequests):
             hook_entries(tracked, hook, birth, is_outermost=self.depth == 1)
             if state.inputs_tell is None:
                 state.learn_who_tells(holds_reentrant_checkpoint(tracked, birth))
-            self._passed.append((unit, unit.full_precision))
+            passed = (unit, unit.full_precision)
+            if not self._passed or self._passed[-1] != passed:
+                self._passed.append(passed)
         if graph_task() != -1:
             return output
         if self.depth == 1:
             hook_handed_on(outputs)
+        is_pinned = self._residencies[unit].reason is Reason.PINNED
+        if runs_again and self.depth > 1 and not is_pinned:
+            self._partly_run.add(unit)
+            return output
+        self._partly_run.discard(unit)
         # A module that hides its outputs from us may still need its parameters in backward.
         hidden = tracks and not outputs and unit.has_trainable
-        if self._residencies[unit].reason is Reason.PINNED:
+        if is_pinned:
             unit.show_sharded()
         elif not (tracked or hidden):
             self._unsharded.reshard(unit)
@@ -295,6 +316,9 @@ class Schedule(UserRequests):
     def _end_pass(self) -> None:
         """The outermost forward is over, one way or the other."""
         if not in_backward():
+            for unit in self._partly_run:
+                self._unsharded.reshard(unit)
+            self._partly_run.clear()
             self._unsharded.reshard_unused()
             self._streams.end_pass()
             if self._streams.runs_ahead and torch.is_grad_enabled():
@@ -348,6 +372,7 @@ class Schedule(UserRequests):
         if watching:
             tell_watchers(self)
         unit.begin_pass()
+        self.passes += 1
         streams = self._streams
         self._unsharded.begin_pass(leaves_nothing=streams.capturing)
         event, self._stepped = self._stepped, None

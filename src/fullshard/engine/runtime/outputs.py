@@ -174,9 +174,9 @@ def _nobody() -> None:
 
 
 def _is_users(hook: Any) -> bool:
-    """True if a hook may keep its arguments: torch's own hooks do not."""
+    """True if a hook may keep its arguments: torch's own hooks and ours do not."""
     module = getattr(hook, "__module__", None) or ""
-    return not module.startswith("torch.")
+    return not module.startswith(("torch.", "fullshard."))
 
 
 # -- the forward's own outputs --------------------------------------------------------------------
