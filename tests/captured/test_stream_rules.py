@@ -278,6 +278,16 @@ def test_a_unit_unsharded_before_the_capture_is_refused_in_any_model(machine: Ma
         take_turns(machine, model)
 
 
+def test_unreduced_gradients_of_before_are_refused(machine: Machine) -> None:
+    model = chain(machine)
+    with model.no_sync():
+        model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="unreduced gradients from before"), machine.graph():
+        step(model)
+    step(model)
+    take_turns(machine, model)
+
+
 def test_the_groups_of_all_models_are_told_of_a_capture(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
