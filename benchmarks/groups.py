@@ -50,10 +50,15 @@ class PresentStore(dist.Store):
         self._values[key] = value if isinstance(value, bytes) else str(value).encode()
 
     def get(self, key: str) -> bytes:
-        return self._values[key]
+        return self._values[self._said_as(key)]
 
     def check(self, keys: Sequence[str]) -> bool:
-        return all(key in self._values for key in keys)
+        return all(self._said_as(key) in self._values for key in keys)
+
+    def _said_as(self, key: str) -> str:
+        """The key under which this rank, the first, says what another says under ``key``."""
+        said, _, rank = key.rpartition("/")
+        return f"{said}/0" if rank.isdigit() and key not in self._values else key
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         if not self.check(keys):

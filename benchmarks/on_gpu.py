@@ -1,15 +1,17 @@
 """Everything that needs a GPU: the tests over NCCL, and the benchmarks.
 
     PYTHONPATH=src python3 benchmarks/on_gpu.py --list
-    PYTHONPATH=src python3 benchmarks/on_gpu.py --part speed --folder results
+    PYTHONPATH=src python3 benchmarks/on_gpu.py --part speed --folder results --before earlier/src
     PYTHONPATH=src python3 benchmarks/on_gpu.py --only capture step --seconds 540
 
-A part takes nine minutes at most, so that a machine can be shared; a part's stages run one after
-the other, the most important ones first. Each is a process of its own with a time limit; what it
-prints is shown when it ends, and kept in the folder beside its JSON and pictures. No stage begins
-that would end after ``--seconds``: it gets what is left, if that is at least half of its limit.
-With ``--before``, a step of the fullshard in that folder is measured in turns with this one. Ends
-with status 1 if a stage failed, or was not run.
+A part takes nine minutes at most, so that a machine can be shared. The first three have the figures
+that are asked for most, in 27 minutes; the others are more of the same, and the tests over NCCL. A
+part's stages run one after the other, the most important ones first. Each is a process of its own
+with a time limit; what it prints is shown when it ends, and kept in the folder beside its JSON and
+pictures. No stage begins that would end after ``--seconds``: it gets what is left, if that is at
+least half of its limit. With ``--before``, a step of the fullshard in that folder is measured in
+turns with this one (``git archive COMMIT src | tar -x -C earlier`` puts one there). Ends with
+status 1 if a stage failed, or was not run.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 #: Lines of a stage's output that are shown; its file has all of them.
 SHOWN = 40
+#: Words in its output that are counted in its verdict.
+TOLD = ("MISS", "not measured", "not run")
 
 
 @dataclass(frozen=True)
@@ -44,23 +48,55 @@ class Stage:
 
 OURS = "--rows bare FSDP2 fullshard 'fullshard fully_shard'"
 SMALL = "--steps 3 --warmup 2"
+OVER_NCCL = "tests/over_nccl.py --jobs 8"
 #: In each part, the stages that the others of it can do without come last.
 PARTS: dict[str, dict[str, Stage]] = {
     "speed": {
         "step": Stage(
-            f"benchmarks/step.py {OURS} {SMALL} --rounds 6 --cases 184M@64 1.34B@8 1.34B@64", 280
+            f"benchmarks/step.py {OURS} {SMALL} --rounds 6 --cases 184M@64 1.34B@8 1.34B@64 "
+            "--seconds 220",
+            250,
         ),
-        "whole-tensors": Stage("benchmarks/whole_tensors.py --rounds 4 --steps 2", 180),
-        "optimizer": Stage("benchmarks/optimizer_step.py --model 1.34B --rounds 10", 60),
-        "encoding": Stage("benchmarks/encoding.py --device cuda --mebi 64", 40),
+        "capture": Stage(
+            f"benchmarks/step.py --capture {SMALL} --rounds 5 --seconds 250",
+            280,
+        ),
     },
-    "graphs": {
-        "capture": Stage(f"benchmarks/step.py --capture {SMALL} --rounds 5", 340),
+    "wire": {
+        "nccl-captured": Stage(f"{OVER_NCCL} tests/captured --limit 160", 170, False),
         "encoded": Stage(
             "benchmarks/overlap.py --rows fullshard 'fullshard int8' --capture "
-            f"--bandwidths 100 50 800 --rounds 2 {SMALL}",
-            220,
+            "--bandwidths 100 50 800 --rounds 2 --steps 2 --warmup 2 --seconds 110",
+            200,
         ),
+        "whole-tensors": Stage(
+            "benchmarks/whole_tensors.py --rounds 4 --steps 2 --seconds 120", 150
+        ),
+    },
+    "clusters": {
+        "trace": Stage(
+            "benchmarks/trace.py --simulate 64 --bandwidth 100 --page {folder}/trace.html", 90
+        ),
+        "faults": Stage(
+            "benchmarks/faults.py --backend nccl --ranks 2 4 8 --limit 45 --seconds 190", 200
+        ),
+        "optimizer": Stage("benchmarks/optimizer_step.py --model 1.34B --rounds 10", 50),
+        "encoding": Stage("benchmarks/encoding.py --device cuda --mebi 64", 30),
+        "nccl-optim": Stage(f"{OVER_NCCL} tests/optim --until 60 --limit 140", 150, False),
+    },
+    "sights": {
+        "overlap": Stage(f"benchmarks/overlap.py --rounds 2 {SMALL} --seconds 180", 280),
+        "profile": Stage("benchmarks/profile_step.py --case 184M@64", 60),
+        "nccl-tracing": Stage(f"{OVER_NCCL} tests/tracing --limit 180", 190, False),
+    },
+    "nccl-engine": {
+        "nccl-engine": Stage(f"{OVER_NCCL} tests/engine tests/grad --until 400", 530, False),
+    },
+    "nccl-models": {
+        "nccl-models": Stage(f"{OVER_NCCL} tests/hazards tests/original --until 400", 530, False),
+    },
+    "nccl-state": {
+        "nccl-state": Stage(f"{OVER_NCCL} tests/fully_shard tests/state --until 400", 530, False),
     },
     "learning": {
         # A run that the limit cuts off goes on from its last checkpoint when the part is run again.
@@ -69,33 +105,6 @@ PARTS: dict[str, dict[str, Stage]] = {
             "--set layers=4 width=192 heads=6 sequence=128 batch=32 precision=bfloat16 "
             "--picture {folder}/learning.png",
             540,
-        ),
-    },
-    "sights": {
-        "trace": Stage(
-            "benchmarks/trace.py --simulate 64 --bandwidth 100 --page {folder}/trace.html", 90
-        ),
-        "profile": Stage("benchmarks/profile_step.py --case 184M@64", 60),
-        "nccl-tracing": Stage("tests/over_nccl.py tests/tracing", 120, False),
-        "overlap": Stage(f"benchmarks/overlap.py --rounds 2 {SMALL}", 280),
-    },
-    "faults": {
-        "nccl-captured": Stage(
-            "tests/over_nccl.py tests/captured tests/optim --until 240", 280, False
-        ),
-        "faults": Stage("benchmarks/faults.py --backend nccl --ranks 2 4 8 --seconds 260", 280),
-    },
-    "nccl-engine": {
-        "nccl-engine": Stage("tests/over_nccl.py tests/engine tests/grad --until 520", 560, False),
-    },
-    "nccl-models": {
-        "nccl-models": Stage(
-            "tests/over_nccl.py tests/hazards tests/original --until 520", 560, False
-        ),
-    },
-    "nccl-state": {
-        "nccl-state": Stage(
-            "tests/over_nccl.py tests/fully_shard tests/state --until 520", 560, False
         ),
     },
 }
@@ -169,7 +178,11 @@ def _run(name: str, limit: float, given: argparse.Namespace) -> str:
     seconds = f"{time.monotonic() - started:.0f} s"
     if status is None:
         return f"ran into its limit after {seconds}"
-    return f"ok, {seconds}" if status == 0 else f"ended with status {status}, {seconds}"
+    if status != 0:
+        return f"ended with status {status}, {seconds}"
+    text = log.read_text(errors="replace")
+    counts = [(word, text.count(word)) for word in TOLD]
+    return ", ".join(["ok", seconds, *(f"{count} x {word}" for word, count in counts if count)])
 
 
 if __name__ == "__main__":

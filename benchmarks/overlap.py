@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ import groups
 import torch
 from bars import show_table, show_verdicts
 from rows import CapturedTraining, Setting, Training
+from time_limit import TimeLimit
 from workers import Worker
 
 ROWS = ["FSDP1", "FSDP2", "fullshard"]
@@ -130,6 +132,7 @@ class Contestant:
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
+    limit = TimeLimit(given.seconds, 1)
     arguments = (given.case, given.device, given.compute, given.latency)
     names = [*given.rows, *(row + CAPTURED for row in given.rows if given.capture)]
     workers = {row: Worker(Contestant, row, *arguments) for row in names}
@@ -150,7 +153,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         pace = ask(row, "pace", pace).get("pace", pace)
     networks: list[float | None] = [None, *given.bandwidths]
     turns: dict[tuple[str, float | None], list[dict[str, float]]] = {}
-    for _ in range(given.rounds):
+    for _ in limit.rounds(given.rounds):
         for network in networks:
             for row in workers:
                 answer = ask(row, "turn", network, given.steps)
@@ -271,6 +274,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="timed steps in a turn")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the results to this file, too")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="begin no round after so many"
+    )
     given = parser.parse_args()
     result = measure(given)
     show(result)

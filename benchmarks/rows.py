@@ -154,7 +154,8 @@ def fullshard(
         sharding_strategy=ShardingStrategy[strategy],
         mixed_precision=MixedPrecision(**setting.precision),
         use_orig_params=True,
-        communication=communication,
+        # Earlier versions, which are measured beside this one, do not have this option.
+        **({} if communication is None else {"communication": communication}),
     )
 
 

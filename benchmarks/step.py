@@ -26,6 +26,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import math
 import statistics
 import time
 from pathlib import Path
@@ -47,6 +48,7 @@ from bars import (
     show_verdicts,
 )
 from rows import CapturedTraining, Setting, Training
+from time_limit import TimeLimit
 from torch import nn
 from workers import Worker
 
@@ -55,6 +57,8 @@ ROWS = ["bare", "FSDP1", "FSDP2", "Megatron-FSDP", "fullshard", "fullshard fully
 #: What is compared with --capture, and how the rows of captured steps are called.
 ROWS_TO_CAPTURE = ["bare", "FSDP2", "fullshard", "fullshard fully_shard"]
 CAPTURED = " captured"
+#: So many rows begin side by side: a device has memory for that, and no time is taken yet.
+AT_A_TIME = 4
 #: The row of another version of fullshard, and how much slower than that noise may make a row look.
 BEFORE = "fullshard before"
 NOT_SLOWER = 1.02
@@ -241,7 +245,7 @@ def _subject(name: str, device: torch.device) -> tuple[nn.Module, type[nn.Module
     return gpt.build(size, device), gpt.Block, gpt.tokens(size, device)
 
 
-def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
+def measure(case: str, given: argparse.Namespace, limit: TimeLimit) -> dict[str, Any]:
     """All rows of one case, in turns."""
     names = given.rows
     if given.capture:
@@ -252,14 +256,18 @@ def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
         rows[BEFORE] = Worker(Contestant, Task(BEFORE, *facts), source=given.before)
     table: dict[str, dict[str, Any]] = {}
     skipped: dict[str, str] = {}
-    for name, row in rows.items():
-        answer = row.ask("warm_up")
-        if "skipped" in answer:
-            skipped[name] = answer["skipped"]
-            row.close()
-        else:
-            table[name] = {**answer, "rounds": []}
-    for _ in range(given.rounds):
+    for first in range(0, len(rows), AT_A_TIME):
+        side_by_side = [*rows][first : first + AT_A_TIME]
+        for name in side_by_side:
+            rows[name].tell("warm_up")
+        for name in side_by_side:
+            answer = rows[name].answer()
+            if "skipped" in answer:
+                skipped[name] = answer["skipped"]
+                rows[name].close()
+            else:
+                table[name] = {**answer, "rounds": []}
+    for _ in limit.rounds(given.rounds):
         for name in [*table]:
             answer = rows[name].ask("round")
             if "skipped" in answer:
@@ -345,14 +353,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="timed steps in a turn")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the first turn")
     parser.add_argument("--json", type=Path, help="write the results to this file, too")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="begin no round after so many"
+    )
     given = parser.parse_args()
     given.cases = given.cases or ([*CAPTURED_LIMITS] if given.capture else cases)
     given.rows = given.rows or (ROWS_TO_CAPTURE if given.capture else ROWS)
     device = torch.cuda.get_device_name() if given.device == "cuda" else "CPU, one thread"
     print(f"{device}, torch {torch.__version__}; {given.rounds} rounds of {given.steps} steps")
     results = []
+    limit = TimeLimit(given.seconds, len(given.cases))
     for case in given.cases:
-        results.append(measure(case, given))
+        results.append(measure(case, given, limit))
         show(results[-1])
         if given.json is not None:
             facts = {"device": device, "torch": torch.__version__, "cases": results}

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import gpt
 import groups
 import torch
 import torch.distributed as dist
+from time_limit import TimeLimit
 from torch import nn
 
 import fullshard
@@ -155,11 +157,13 @@ class Case:
             torch.cuda.synchronize()
 
 
-def measure(case: Case, bandwidth: float, rounds: int, steps: int) -> dict[str, list[float]]:
+def measure(
+    case: Case, bandwidth: float, rounds: Iterable[int], steps: int
+) -> dict[str, list[float]]:
     """Milliseconds per step of each row, by round."""
     case.group.network = groups.Network(bandwidth) if bandwidth else None
     times: dict[str, list[float]] = {row: [] for row in case.optimizers}
-    for _ in range(rounds):
+    for _ in rounds:
         for row in case.optimizers:
             times[row].append(case.milliseconds(row, steps))
     return times
@@ -214,16 +218,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="turns of each row")
     parser.add_argument("--steps", type=int, default=5, help="steps in a turn")
     parser.add_argument("--json", type=Path, help="write the results to this file, too")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="begin no round after so many"
+    )
     given = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     results: dict[str, Any] = {}
+    limit = TimeLimit(given.seconds, len(given.cases) * len(given.networks))
     for name in given.cases:
         case = Case(name, device, wrapped if given.wrapper else sharded)
         first, most = shares(case.optimizers["Muon whole"], case.group.size())
         print(f"\n{name}: rank 0 owns {first:.2f} x the mean, the most loaded rank {most:.2f} x")
         found: dict[float, dict[str, dict[str, float]]] = {}
         for bandwidth in given.networks:
-            rows = summary(measure(case, bandwidth, given.rounds, given.steps))
+            rounds = limit.rounds(given.rounds)
+            rows = summary(measure(case, bandwidth, rounds, given.steps))
             at_once = found.get(0, {})
             for row in at_once:
                 exposed = rows[row]["optimizer ms"] - at_once[row]["optimizer ms"]

@@ -50,6 +50,11 @@ class WrappedModule(nn.Module):
         for name, parameter in self._registered_parameters(prefix, recurse, remove_duplicate):
             yield clean_tensor_name(name), parameter
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The parameters alone: clipping asks for them in every step, and names take longer."""
+        for _, parameter in self._registered_parameters(recurse=recurse):
+            yield parameter
+
     def _registered_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:

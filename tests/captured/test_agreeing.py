@@ -175,6 +175,30 @@ def test_a_step_that_decides_by_a_counter_is_not_captured_unless_its_batches_tel
     assert call.captured == 2
 
 
+@ranks(1)
+def test_a_step_that_steps_a_learning_rate_scheduler_is_not_captured() -> None:
+    for on_device in (False, True):
+        rate = torch.tensor(0.5) if on_device else 0.5
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=rate)
+        # For so long that calls look alike.
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=6, gamma=0.5)
+
+        def step(batch: torch.Tensor, optimizer: Any = optimizer, after: Any = scheduler) -> float:
+            rate = float(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            after.step()
+            return rate
+
+        call = fullshard.capture(step, torch.zeros(2))
+        recorder: Any = StandIn()
+        call._recorder = recorder
+        with pytest.warns(UserWarning, match=r"scheduler \(StepLR\).*after the captured step"):
+            rates = [call(torch.zeros(2)) for _ in range(18)]
+        assert rates == [0.5] * 6 + [0.25] * 6 + [0.125] * 6
+        assert call.captured == 0
+    assert torch.optim.lr_scheduler.StepLR(optimizer, 1).step.__module__.startswith("torch.")
+
+
 def test_batches_that_cannot_be_copied_to_a_graph_are_told() -> None:
     holder = types.new_class("Holder")()
     assert obstacle_in([torch.zeros(2), 1, "text", None, holder]) is None

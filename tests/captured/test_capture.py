@@ -175,6 +175,27 @@ def test_what_cannot_be_captured_runs_eagerly_on_all_ranks_with_one_warning() ->
 
 
 @ranks(2, timeout=PATIENCE)
+def test_a_capture_that_broke_leaves_neither_its_stream_nor_memory_that_nobody_gets() -> None:
+    for shard in (wrapped, sharded):
+        (_, _, step), _ = twins(shard)
+
+        def waits(batch: Any, step: Any = step) -> Any:
+            return step(batch) if torch.ones(1, device="cuda").item() else None
+
+        captured = fullshard.capture(waits, batches(1)[0])
+        stream, active = torch.cuda.current_stream(), []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for batch in batches(12):
+                captured(batch)
+                torch.cuda.synchronize()
+                active.append(torch.cuda.memory_stats()["active_bytes.all.current"])
+        assert captured.why_eager is not None
+        assert torch.cuda.current_stream() == stream
+        assert active[-1] <= active[-6]
+
+
+@ranks(2, timeout=PATIENCE)
 def test_blocks_compiled_into_graphs_of_their_own_train_as_eager_ones() -> None:
     data, losses = batches(8), []
     for compiles in (False, True):

@@ -12,6 +12,7 @@ from torch import nn
 
 import fullshard
 from fullshard import FullyShardedDataParallel, fully_shard
+from fullshard.captured.graphs import StepGraph
 from fullshard.captured.kinds import Step, check_batch, flatten
 from fullshard.testing import device, ranks
 
@@ -151,3 +152,24 @@ def test_what_the_host_looks_at_makes_calls_differ() -> None:
         optimizer.add_param_group({"params": [added]})
         step.note_optimizer(optimizer)
         assert any(each is added for each in step.parameters)
+
+
+@ranks(2)
+def test_full_parameters_that_a_replay_has_outdated_are_gathered_again() -> None:
+    for shard in (FullyShardedDataParallel, fully_shard):
+        model = made(shard)
+        parameters = list(model.parameters())
+
+        class Graph:
+            """Changes parameters as a device does: without a count of changes."""
+
+            def replay(self, parameters: Any = parameters) -> None:
+                for parameter in parameters:
+                    getattr(parameter, "_local_tensor", parameter).data.zero_()
+
+        graph = StepGraph(Graph(), [], None, parameters, [None] * len(parameters))
+        batch = torch.ones(3, 5, device=device())
+        model.unshard()
+        graph.replay([])
+        with torch.no_grad():
+            assert not model(batch).any()

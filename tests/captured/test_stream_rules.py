@@ -13,13 +13,28 @@ from typing import Any
 
 import pytest
 import torch
-from tests.captured.capture_rules import BrokeCapture, Machine, Ranks, Working
+from tests.captured.capture_rules import (
+    BrokeCapture,
+    Machine,
+    Raced,
+    Ranks,
+    RuledStream,
+    Working,
+)
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from fullshard import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
+from fullshard import (
+    BackwardPrefetch,
+    Communication,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
 from fullshard.engine.comm import streams
 from fullshard.engine.comm.collectives import Group, group_for
 from fullshard.engine.runtime import capturing, forward, policy, unit_base
+from fullshard.engine.runtime.parts import FewRanks
 
 CPU = torch.device("cpu")
 UNITS = 4
@@ -37,8 +52,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Generator[Machine, None, None]:
     for module in (unit_base, forward):
         monkeypatch.setattr(module, "policy_for", lambda _: policy._ACCELERATOR)
     monkeypatch.setattr(capturing, "obstacle", lambda _: None)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    with Working(made):
+
+    def record_stream(tensor: torch.Tensor, stream: RuledStream) -> None:
+        made.memory.record(tensor, stream)
+
+    monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
+    with made.watched_memory(), Working(made):
         yield made
 
 
@@ -101,6 +120,43 @@ def test_the_rules_are_those_of_cuda() -> None:
         side.wait_event(inside)
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_rules_know_who_reads_and_gets_memory_too_early(machine: Machine, waits: bool) -> None:
+    compute, side = machine.current_stream(), machine.Stream()
+    storage = torch.empty(4).untyped_storage()
+    storage.resize_(0)
+
+    def read_without_waiting() -> None:
+        tensor = torch.ones(4)
+        if waits:
+            side.wait_stream(compute)
+        with side:
+            tensor.add(1)
+
+    def take_memory_that_is_read() -> None:
+        storage.resize_(16)
+        tensor = torch.empty(0).set_(storage, 0, (4,))
+        side.wait_stream(compute)
+        with side:
+            tensor.add(1)
+        if waits:
+            compute.wait_stream(side)
+        storage.resize_(0)
+        storage.resize_(16)
+
+    for act in (read_without_waiting, take_memory_that_is_read):
+        raised = pytest.raises(Raced, match=r"others use|has not waited")
+        with contextlib.nullcontext() if waits else raised:
+            act()
+
+
+def test_a_capture_may_not_ask_for_values(machine: Machine) -> None:
+    value = torch.ones(())
+    assert value.item() == 1
+    with pytest.raises(BrokeCapture, match="not permitted"), machine.graph():
+        value.item()
+
+
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("before", [True, False])
 def test_a_captured_pass_waits_for_nothing_of_before(
@@ -116,6 +172,61 @@ def test_a_captured_pass_waits_for_nothing_of_before(
             limit_all_gathers=limited,
             use_orig_params=original,
         )
+        take_turns(machine, model)
+
+
+class Block(nn.Module):
+    """Partly frozen, and recomputed in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 3), nn.LayerNorm(3).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = checkpoint(self._compute, x, use_reentrant=False, preserve_rng_state=False)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(self.linear(x))
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_streams_wait_for_each_other_in_low_precision_with_frozen_parameters(
+    machine: Machine, strategy: str, ahead: bool
+) -> None:
+    group: Any = Ranks(machine)
+    options: Any = {
+        "sharding_strategy": ShardingStrategy[strategy],
+        "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32),
+        "forward_prefetch": ahead,
+        "limit_all_gathers": ahead,
+        "use_orig_params": True,
+    }
+    ranks = (group, Ranks(machine)) if strategy == "HYBRID_SHARD" else group
+    units = [FullyShardedDataParallel(Block(), ranks, **options) for _ in range(UNITS)]
+    model = FullyShardedDataParallel(nn.Sequential(*units), ranks, **options)
+
+    def clip_and_step(model: Any) -> None:
+        model(torch.ones(2, 3)).sum().backward()
+        model.clip_grad_norm_(1.0)
+        step(model)
+
+    take_turns(machine, model, clip_and_step)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_streams_wait_for_each_other_where_fewer_bytes_are_sent(
+    machine: Machine, ahead: bool
+) -> None:
+    encoded = Communication(all_gather_dtype=torch.int8, reduce_dtype=torch.int8)
+    for communication in (encoded, None):
+        model = chain(machine, communication=communication, forward_prefetch=ahead)
+        few = FewRanks(group_for(Ranks(machine), CPU), None)
+        for unit in FullyShardedDataParallel.fsdp_modules(model):
+            if communication is None:
+                unit._unit.keep_parts(few)
         take_turns(machine, model)
 
 
@@ -165,6 +276,16 @@ def test_a_unit_unsharded_before_the_capture_is_refused_in_any_model(machine: Ma
         both()
     for model in models:
         take_turns(machine, model)
+
+
+def test_unreduced_gradients_of_before_are_refused(machine: Machine) -> None:
+    model = chain(machine)
+    with model.no_sync():
+        model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="unreduced gradients from before"), machine.graph():
+        step(model)
+    step(model)
+    take_turns(machine, model)
 
 
 def test_the_groups_of_all_models_are_told_of_a_capture(

@@ -63,6 +63,7 @@ class Recorder:
             self._pool = torch.cuda.graph_pool_handle()
         before = list(map(_GRADIENT, parameters))
         graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream(self.device)
         torch.cuda.synchronize(self.device)
         try:
             # Other threads of the program (loaders that pin memory) may go on meanwhile.
@@ -72,23 +73,33 @@ class Recorder:
                 result = call(static)
         except BaseException:
             _set_gradients(parameters, before)
-            self._recover_random_numbers()
+            self._clean_up()
+            # Torch leaves the stream of a capture that broke the current one.
+            torch.cuda.set_stream(current)
             raise
         # The capture's changes to the state of random numbers are ordered before the replay's own.
-        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        current.wait_stream(self._stream)
         made = StepGraph(graph, static, detached(result), parameters, before)
         # Blocks of eager steps that no eager step will need soon.
         torch.cuda.empty_cache()
         return made
 
-    def _recover_random_numbers(self) -> None:
-        """Take the random number generator out of capture mode, in which a broken capture left it.
+    def _clean_up(self) -> None:
+        """Take the allocator and the random numbers out of capture mode, where a capture broke.
 
-        A trivial graph does it, if it is captured to its end.
+        Until torch 2.13 a capture that CUDA invalidated leaves them there: the graph's pool keeps
+        its memory for good, and memory that ``record_stream`` has marked is never used again.
         """
+        with contextlib.suppress(RuntimeError):
+            # Raises where torch has done it, which releases the pool with the graph then.
+            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+            torch._C._cuda_releasePool(self.device.index, self._pool)
+        # A trivial graph does it for random numbers, if it is captured to its end.
         with (
             contextlib.suppress(RuntimeError),
-            torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream),
+            torch.cuda.graph(
+                torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"
+            ),
         ):
             torch.zeros(1, device=self.device)
 
@@ -126,6 +137,8 @@ class StepGraph:
             if parameter.grad is not mine and parameter.grad is not None:
                 mine.copy_(parameter.grad)
         self._graph.replay()
+        # The device has changed parameters: whoever kept full ones must gather them again.
+        torch.autograd.graph.increment_version(self._parameters)
         if any(map(operator.is_not, map(_GRADIENT, self._parameters), self._after)):
             _set_gradients(self._parameters, self._after)
         return copied(self._result)

@@ -22,6 +22,7 @@ from ..engine.runtime.capturing import obstacle, watch_passes
 from ..engine.runtime.forward import Schedule
 from ..engine.runtime.pytrees import PLAIN_TYPES, tensors_in
 from ..engine.runtime.unit import Unit
+from .schedulers import noting_schedulers
 
 #: Of how many kinds it is kept what their calls did.
 _KINDS_KEPT = 64
@@ -62,6 +63,8 @@ class Step:
         #: What the running call does, or the last one did; and what calls of each kind did.
         self._deeds: list[str] = []
         self._done: dict[Kind, list[str]] = {}
+        #: The name of a learning-rate scheduler that has stepped in a call.
+        self._scheduler: str | None = None
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None, None, None]:
@@ -69,7 +72,7 @@ class Step:
         self._deeds = []
         hook = register_optimizer_step_pre_hook(self.note_optimizer)
         try:
-            with watch_passes(self):
+            with watch_passes(self), noting_schedulers(self._note_scheduler):
                 yield
         finally:
             hook.remove()
@@ -88,6 +91,9 @@ class Step:
         if self._optimizers.get(optimizer) != count:
             self._optimizers[optimizer] = count
             self._look_again()
+
+    def _note_scheduler(self, scheduler: object) -> None:
+        self._scheduler = type(scheduler).__name__
 
     def _look_again(self) -> None:
         self._units = [unit for schedule in self._schedules for unit in schedule.units]
@@ -152,7 +158,12 @@ class Step:
         )
 
     def leftover(self) -> str | None:
-        """The reason why no replay can follow this call (unreduced gradients); None if it can."""
+        """The reason why no replay can follow this call; None if one can."""
+        if self._scheduler is not None:
+            return (
+                f"it steps a learning-rate scheduler ({self._scheduler}), which counts on the "
+                "host: call its step() after the captured step"
+            )
         for unit in self._units:
             if any(handle.keeps_local_gradients for handle in unit.handles):
                 return (

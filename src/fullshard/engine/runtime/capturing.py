@@ -101,4 +101,9 @@ def _left_over(units: Sequence[Unit], residencies: Mapping[Unit, Residency]) -> 
                 f"a backward with create_graph=True ended before the capture, and the one that "
                 f"follows needs the full parameters of unit {unit.name!r}; run it first"
             )
+        if any(handle.keeps_local_gradients for handle in unit.handles):
+            return (
+                f"unit {unit.name!r} has unreduced gradients from before the capture (no_sync), "
+                "which replays would not find: run all micro-batches in the captured step"
+            )
     return None
