@@ -19,6 +19,7 @@ from .engine.init.build import (
     build_unit,
     compute_device,
     managed_parameters,
+    mark_managed,
     parameter_order,
 )
 from .engine.init.packing import PLAIN, pack, packings_of, tensors_beside
@@ -102,6 +103,7 @@ def construct_unit(
                 buffers += tensors_beside(packings)
             broadcast_states(parameters, buffers, group_for(group, device), type(module).__name__)
     order = parameter_order(modules)
+    mark_managed(modules)
     unit = build_unit(
         module, parameters, distributions, packings, groups, device, cpu_offload, options
     )

@@ -26,7 +26,6 @@ from .api import (
 )
 from .construction import Initial, Material, construct_unit
 from .engine.comm.process_groups import ProcessGroups, resolve_groups, strategy_for
-from .engine.init.build import mark_managed
 from .engine.init.communication import checked_communication, share_secondary_shards
 from .engine.init.optimizer_warnings import watch_optimizers, watching
 from .engine.init.packing import PLAIN, packings_of
@@ -250,7 +249,6 @@ class FullyShardedDataParallel(
         lowered = self.mixed_precision.buffer_dtype
         precision = BufferPrecision(modules, lowered) if lowered is not None else UNCHANGED_BUFFERS
         self.__dict__.update(_unit=unit, _buffer_precision=precision)
-        mark_managed(modules)
         self._keep_state(modules, order, below)
         if not watching:
             watch_optimizers(unit)
