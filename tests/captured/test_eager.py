@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import types
 import warnings
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import nn
 import fullshard
 from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.captured.graphs import StepGraph
-from fullshard.captured.kinds import Step, check_batch, flatten
+from fullshard.captured.kinds import Step, check_batch, flatten, obstacle_in_result
 from fullshard.testing import device, ranks
 
 on_a_cpu = pytest.mark.skipif(device().type != "cpu", reason="there, steps are captured")
@@ -173,3 +175,29 @@ def test_full_parameters_that_a_replay_has_outdated_are_gathered_again() -> None
         graph.replay([])
         with torch.no_grad():
             assert not model(batch).any()
+
+
+@dataclasses.dataclass
+class Output:
+    loss: torch.Tensor
+
+
+def test_results_of_a_replay_are_not_overwritten_by_the_next_one() -> None:
+    loss = torch.zeros(())
+    replays = types.SimpleNamespace(replay=lambda: loss.add_(1))
+    for result in (loss, {"loss": [loss]}, Output(loss), (Output(loss),)):
+        loss.zero_()
+        graph = StepGraph(replays, [], result, [], [])
+        found = [graph.replay([]) for _ in range(3)]
+        if isinstance(result, tuple):
+            found = [each[0] for each in found]
+        values = [getattr(each, "loss", each) for each in found]
+        values = [each["loss"][0] if isinstance(each, dict) else each for each in values]
+        assert values == [1, 2, 3]
+
+
+def test_results_that_cannot_be_copied_are_told() -> None:
+    holder = types.new_class("Holder")()
+    assert obstacle_in_result((torch.zeros(1), {"a": 1}, Output(torch.zeros(1)), holder)) is None
+    holder.loss = torch.zeros(1)
+    assert "object that cannot be copied" in str(obstacle_in_result([holder]))

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from ..engine.runtime.pytrees import replace_tensors
 
 _GRADIENT = operator.attrgetter("grad")
 
@@ -167,9 +168,9 @@ def _set_gradients(
 
 def detached(result: Any) -> Any:
     """The results of a step, without the graph that autograd made of them."""
-    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+    return replace_tensors(result, torch.Tensor.detach)
 
 
 def copied(result: Any) -> Any:
     """Copies of a step's results, which the next step will overwrite."""
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), result)
+    return replace_tensors(result, lambda tensor: tensor.detach().clone())

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ..engine.comm.collectives import Group
 from ..engine.runtime.capturing import obstacle, watch_passes
 from ..engine.runtime.forward import Schedule
-from ..engine.runtime.pytrees import PLAIN_TYPES, tensors_in
+from ..engine.runtime.pytrees import PLAIN_TYPES, replace_tensors, tensors_in
 from ..engine.runtime.unit import Unit
 from .schedulers import noting_schedulers
 
@@ -208,6 +208,23 @@ def obstacle_in(leaves: Sequence[Any]) -> str | None:
                 "in it: pass tensors in dicts, lists and tuples"
             )
     return None
+
+
+def obstacle_in_result(result: Any) -> str | None:
+    """Why a step's results cannot be copied from where a graph writes them; None if they can."""
+    copied: set[int] = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        copied.add(id(tensor))
+        return tensor
+
+    replace_tensors(result, note)
+    if all(id(tensor) in copied for tensor in tensors_in(result)):
+        return None
+    return (
+        "it returns tensors in an object that cannot be copied, so that the next call would "
+        "overwrite them: return them in dicts, lists, tuples or dataclasses"
+    )
 
 
 def _of_leaf(leaf: Any) -> Hashable:

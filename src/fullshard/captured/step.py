@@ -16,7 +16,7 @@ from ..engine.comm.disagreement import RankLostError, RanksDisagreeError
 from ..engine.comm.streams import devices_in_use
 from .calls import Action, Calls
 from .graphs import Recorder, StepGraph
-from .kinds import Kind, Step, check_batch, flatten, obstacle_in
+from .kinds import Kind, Step, check_batch, flatten, obstacle_in, obstacle_in_result
 
 __all__ = ["CapturedStep", "capture"]
 
@@ -146,7 +146,8 @@ class CapturedStep(Generic[Batch, Result]):
             self._tell_restless(kind, self._last)
         self._last = kind
         result = self._run(leaves, spec)
-        self._contradiction = self._contradiction or self._step.contradiction(kind)
+        contradiction = self._contradiction or self._step.contradiction(kind)
+        self._contradiction = contradiction or obstacle_in_result(result)
         return result
 
     def _decide(self, kind: Kind, leaves: list[Any]) -> Action | None:
