@@ -252,6 +252,57 @@ def test_a_rank_keeps_its_share_of_the_packed_bytes(how: str, kind: str) -> None
     assert between == 0
 
 
+def save_bare(folder: Path, kind: str) -> None:
+    fullshard.save(folder, build(kind, seed=3), step=1)
+
+
+def load_bare(folder: Path, kind: str) -> None:
+    expected, bare = build(kind), build(kind, seed=5)
+    fullshard.load(folder, bare)
+    assert_same_states(bare.state_dict(), expected.state_dict())
+    assert torch.equal(bare(batch(3)), expected(batch(3)))
+
+
+def load_of_bare(folder: Path, kind: str, how: str) -> None:
+    model = shard(build(kind), how)
+    fullshard.load(folder, model)
+    assert torch.equal(model(batch(3)), build(kind, seed=3)(batch(3)))
+
+
+@kinds("nf4", "nf4 in float16, one state", "int8", "torchao int8")
+def test_a_checkpoint_is_loaded_into_the_bare_model_and_one_of_the_bare_model_into_shards(
+    tmp_path: Path, kind: str
+) -> None:
+    run_on_ranks(2, save_untrained, tmp_path, kind)
+    run_on_ranks(1, load_bare, tmp_path, kind)
+    run_on_ranks(1, save_bare, tmp_path / "bare", kind)
+    for how in ("wrapper", "fully_shard"):
+        run_on_ranks(2, load_of_bare, tmp_path / "bare", kind, how)
+
+
+def save_and_load_ignored(folder: Path, kind: str, how: str) -> None:
+    def ignoring(seed: int) -> Any:
+        model = build(kind, seed=seed)
+        ignored = {p for name, p in model.named_parameters() if "base" in name}
+        which = "ignored_states" if how == "wrapper" else "ignored_params"
+        return shard(model, how, **{which: ignored})
+
+    fullshard.save(folder, ignoring(0), step=1)
+    other = ignoring(5)
+    fullshard.load(folder, other)
+    assert torch.equal(other(batch(3)), build(kind)(batch(3)))
+
+
+@kinds("nf4", "int8", "torchao int8")
+@both_ways
+def test_checkpoints_have_weights_that_units_ignore(tmp_path: Path, how: str, kind: str) -> None:
+    run_on_ranks(2, save_and_load_ignored, tmp_path, kind, how)
+
+
+def save_untrained(folder: Path, kind: str) -> None:
+    fullshard.save(folder, shard(build(kind), "wrapper"), step=1)
+
+
 def export(folder: Path, kind: str) -> None:
     fullshard.export_safetensors(folder / "model.safetensors", shard(build(kind), "wrapper"))
 

@@ -5,9 +5,10 @@ Does not import bitsandbytes: if the program has not, there are no such weights.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -166,9 +167,32 @@ def settle_module(module: Any, name: str) -> None:
 
 
 def _hook_once(module: nn.Module, hook: Callable[..., None]) -> None:
-    known = module._load_state_dict_pre_hooks.values()
-    if not any(getattr(each, "hook", each) is hook for each in known):
+    if not _has_hook(module, hook):
         module.register_load_state_dict_pre_hook(hook)
+
+
+def _has_hook(module: nn.Module, hook: Callable[..., None]) -> bool:
+    known = module._load_state_dict_pre_hooks.values()
+    return any(getattr(each, "hook", each) is hook for each in known)
+
+
+@contextlib.contextmanager
+def loading_states(model: nn.Module) -> Iterator[None]:
+    """A context in which modules outside of units load the ``quant_state`` of their weights, too.
+
+    bitsandbytes' own only save it.
+    """
+    hooks = [
+        module.register_load_state_dict_pre_hook(_load_states)
+        for module in model.modules()
+        if any(getattr(p, "quant_state", None) is not None for p in module._parameters.values())
+        and not _has_hook(module, _load_states)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def settle_bias(module: Any, path: str, param_dtype: torch.dtype | None) -> None:

@@ -21,6 +21,7 @@ from ...api import (
 )
 from ...engine.comm import collectives
 from ...engine.params.locations import clean_tensor_name
+from ...engine.params.quantized import loading_states
 from ..model.methods import StateDicts
 from ..model.sharded_tensors import empty_like, is_sharded, shape_of
 from ..model.units import units_in
@@ -31,6 +32,7 @@ from . import in_place
 from .division import divided
 from .errors import CheckpointError
 from .manifest import Manifest, Table
+from .packed_values import as_bytes, as_objects
 from .plain import entries
 from .storage import empty
 
@@ -79,7 +81,7 @@ def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
         return in_place.state_of(model, optimizers_in(optimizer))
     with _sharded(model):
         return {
-            "model": dict(model.state_dict()),
+            "model": as_bytes(model.state_dict()),
             "optimizers": [
                 OptimStateDicts.optim_state_dict(model, each) for each in optimizers_in(optimizer)
             ],
@@ -89,7 +91,7 @@ def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 def sharded_state(model: nn.Module) -> dict[str, Any]:
     """The model's own sharded state, for its names, shapes and placements."""
     with _sharded(model):
-        return dict(model.state_dict())
+        return as_bytes(model.state_dict())
 
 
 def states_for(
@@ -136,7 +138,8 @@ def put_back(
             OptimStateDicts.optim_state_dict_to_load(model, each, found)
             for each, found in zip(optimizers, states, strict=True)
         ]
-        model.load_state_dict(state)
+        with loading_states(model):
+            model.load_state_dict(as_objects(model, state))
         for each, found in zip(optimizers, fitting, strict=True):
             each.load_state_dict(found)
 

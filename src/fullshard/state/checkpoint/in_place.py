@@ -15,9 +15,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from ...engine.params.quantized import loading_states
 from ...engine.params.row_handle import RowHandle
 from ...wrap import is_unit
 from ..model.units import units_in
+from .packed_values import as_bytes, as_objects
 
 
 def is_sharded_in_place(model: nn.Module) -> bool:
@@ -29,7 +31,7 @@ def state_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> d
     """The sharded state of a model and its optimizers."""
     rest(model)
     return {
-        "model": dict(model.state_dict()),
+        "model": as_bytes(model.state_dict()),
         "optimizers": [get_optimizer_state_dict(model, each) for each in optimizers],
     }
 
@@ -42,7 +44,8 @@ def put_back(
 ) -> None:
     """Load a model's and its optimizers' sharded state."""
     rest(model)
-    model.load_state_dict(state)
+    with loading_states(model):
+        model.load_state_dict(as_objects(model, state))
     for each, found in zip(optimizers, states, strict=True):
         set_optimizer_state_dict(model, each, found)
 
