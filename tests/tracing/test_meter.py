@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -40,6 +42,30 @@ def test_peaks_that_were_reset_count_anew(monkeypatch: pytest.MonkeyPatch) -> No
     said = [InUse(10, 90), InUse(20, 20), InUse(30, 60)]
 
     assert totals(said, monkeypatch) == [(0.0, 10), (0.0, 50), (1.0, 20)]
+
+
+def test_an_allocator_that_counts_slowly_is_not_asked_any_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = 0
+
+    def slow() -> InUse:
+        nonlocal asked
+        asked += 1
+        until = time.thread_time() + 2e-3
+        while time.thread_time() < until:
+            pass
+        return InUse(10 * asked)
+
+    monkeypatch.setattr(meter, "counter_of", lambda _: slow)
+    made = Meter([], torch.device("cpu"))
+    for second in range(50):
+        made.sample(float(second))
+
+    # The first one was asked what there is beside the model.
+    totals = [moment.total for moment in made.memory(float)]
+    assert 3 <= asked < 20
+    assert totals == [*range(10, 10 * asked, 10), *[10 * (asked - 1)] * (51 - asked)]
 
 
 def test_the_host_keeps_no_peak() -> None:

@@ -2,10 +2,16 @@
 
 The engine's memory is counted when it is allocated and released. Activations are the rest of what
 the allocator counts: torch's on an accelerator, glibc's on a host.
+
+Note: asking the allocator
+    glibc counts by walking through all that is free: 10 µs if that is in the processor's caches,
+    and above 100 µs in the middle of a step. So it is asked where activations come and go only, and
+    no longer than the allowance below; in between, activations are taken to be what they were.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +21,10 @@ from ..engine.runtime.unit import Unit
 from .allocator import counter_of
 from .clocks import Mark
 from .records import Memory
+
+#: Seconds of the processor's time that asking the allocator may take: at first, so that the first
+#: steps are seen whole, and then per second of the trace.
+_ALLOWANCE, _PER_SECOND = 5e-3, 5e-3
 
 
 class _Sizes:
@@ -42,6 +52,7 @@ class Meter:
         self._optimizer = 0
         #: The moment, and bytes: the optimizer's, gradients, unsharded, reducing, all in use.
         self._samples: list[tuple[Any, ...]] = []
+        self._begun, self._spent = time.perf_counter(), 0.0
         for unit in units:
             self.note_unsharded(unit)
         self.note_all_gradients()
@@ -105,7 +116,7 @@ class Meter:
         return bool(self._state_sizes)
 
     def knows(self, optimizer: torch.optim.Optimizer) -> bool:
-        """True if the optimizer's state is counted."""
+        """Whether the optimizer's state is counted."""
         return optimizer in self._state_sizes
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -127,11 +138,14 @@ class Meter:
     # -- samples --------------------------------------------------------------------------------
 
     def sample(self, at: Mark) -> None:
-        """Note the memory by cause."""
-        now = None
-        if self._in_use is not None:
-            now, most = self._in_use()
-            self._note_peak_before(now, most)
+        """Note the memory by cause, activations included, if that is within the allowance."""
+        self._append(at, self._count())
+
+    def sample_causes(self, at: Mark) -> None:
+        """Likewise, where activations are what they were."""
+        self._append(at, None)
+
+    def _append(self, at: Mark, now: int | None) -> None:
         self._samples.append(
             (
                 at,
@@ -143,24 +157,29 @@ class Meter:
             )
         )
 
-    def _note_peak_before(self, now: int, most: int) -> None:
-        """Note a new peak of the allocator since the last sample, as lasting since then."""
+    def _count(self) -> int | None:
+        """What the allocator has in use now; None if it is not to be asked."""
+        allowed = _ALLOWANCE + _PER_SECOND * (time.perf_counter() - self._begun)
+        if self._in_use is None or self._spent > allowed:
+            return None
+        started = time.thread_time()
+        now, most = self._in_use()
+        self._spent += time.thread_time() - started
         if most > max(now, self._most) and self._samples:
-            *causes, last = self._samples[-1]
-            self._samples.append((*causes, max(last, most)))
+            # A new peak since the last sample: shown as lasting since then.
+            *causes, _ = self._samples[-1]
+            self._samples.append((*causes, most))
         self._most = most
-
-    def sample_between(self, at: Mark) -> None:
-        """Sample the memory between the events of units, on a host only, where that takes 2 µs."""
-        if self._kind == "cpu":
-            self.sample(at)
+        return now
 
     def memory(self, seconds: Callable[[Mark], float]) -> list[Memory]:
         """All samples, with what the allocator counted beyond the causes as their rest."""
-        found = []
+        found: list[Memory] = []
+        rest = None if self._in_use is None else 0
         for at, optimizer, gradients, unsharded, reducing, in_use in self._samples:
             causes = (self.shards, optimizer, gradients, unsharded, reducing)
-            rest = None if in_use is None else max(0, in_use - self._beside - sum(causes))
+            if in_use is not None:
+                rest = max(0, in_use - self._beside - sum(causes))
             found.append(Memory(seconds(at), *causes, rest))
         return found
 

@@ -187,7 +187,9 @@ class Recorder:
     def begin_backward(self, unit: Unit) -> None:
         if unit not in self._backward:
             self._backward[unit] = begun = self.begin()
-            self.meter.sample_between(begun[1])
+            # The loss lies before the root's backward, what it makes as large as activations.
+            is_root = unit is self.units[0]
+            (self.meter.sample if is_root else self.meter.sample_causes)(begun[1])
 
     def end_backward(self, unit: Unit) -> None:
         begun = self._backward.pop(unit, None)

@@ -62,7 +62,7 @@ class TracedUnit(Unit):
         super().finish_unshard()
         ended = recorder.add(What.WAIT_ALL_GATHER, self, *begun)
         recorder.meter.note_unsharded(self)
-        recorder.meter.sample_between(ended)
+        recorder.meter.sample_causes(ended)
         gather = recorder.gathers.pop(self, None)
         if gather is not None:
             gather.was_awaited(ended)
@@ -92,7 +92,7 @@ class TracedReduction(Reduction):
         recorder, begun = self.recorder, self.recorder.begin()
         super().stage(gradients)
         recorder.meter.note_reducing(self._unit)
-        recorder.meter.sample_between(recorder.add(What.COPY, self._unit, *begun))
+        recorder.meter.sample(recorder.add(What.COPY, self._unit, *begun))
 
     def _start(self, item: flow.ReduceInput) -> flow.Reducing:
         recorder, started = self.recorder, self.recorder.mark()
