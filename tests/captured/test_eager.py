@@ -14,8 +14,9 @@ from torch import nn
 
 import fullshard
 from fullshard import FullyShardedDataParallel, fully_shard
+from fullshard.captured.batches import flatten, rebuilt
 from fullshard.captured.graphs import StepGraph
-from fullshard.captured.kinds import Step, check_batch, flatten, obstacle_in_result
+from fullshard.captured.kinds import Step, check_batch, obstacle_in_result
 from fullshard.testing import device, ranks
 
 on_a_cpu = pytest.mark.skipif(device().type != "cpu", reason="there, steps are captured")
@@ -201,3 +202,35 @@ def test_results_that_cannot_be_copied_are_told() -> None:
     assert obstacle_in_result((torch.zeros(1), {"a": 1}, Output(torch.zeros(1)), holder)) is None
     holder.loss = torch.zeros(1)
     assert "object that cannot be copied" in str(obstacle_in_result([holder]))
+
+
+def test_batches_of_dataclasses_are_taken_apart_and_put_together() -> None:
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class Inner:
+        values: list[Any]
+
+    @dataclasses.dataclass
+    class Outer:
+        inner: dict[str, Inner]
+        number: int
+
+        def __post_init__(self) -> None:
+            self.beside = self.number + 1
+
+    def made(value: float, number: int = 1) -> Any:
+        return (Outer({"a": Inner([torch.full((2,), value), None])}, number), "text")
+
+    leaves, structure, spec = flatten(made(3.0))
+    check_batch(leaves)
+    (place,) = [index for index, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
+    assert structure == flatten(made(4.0))[1]
+    leaves[place] = torch.full((2,), 7.0)
+    outer, text = rebuilt(leaves, spec)
+    assert (type(outer), outer.number, outer.beside, text) == (Outer, 1, 2, "text")
+    assert torch.equal(outer.inner["a"].values[0], torch.full((2,), 7.0))
+    assert outer.inner["a"].values[1] is None
+    step = Step()
+    kinds = [step.kind_of(*flatten(made(1.0, number))[:2]) for number in (1, 1, 2)]
+    assert kinds[0] == kinds[1] != kinds[2]
+    call = fullshard.capture(lambda batch: batch[0].inner["a"].values[0].sum(), made(0.0))
+    assert call(made(2.0)) == 4

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils import _pytree as pytree
 
 from ..engine.comm.collectives import Group
 from ..engine.runtime.capturing import obstacle, watch_passes
@@ -173,12 +172,6 @@ class Step:
         return None
 
 
-def flatten(batch: Any) -> tuple[list[Any], Hashable, Any]:
-    """The leaves of a batch, its structure (hashable), and a function that rebuilds it."""
-    leaves, spec = pytree.tree_flatten(batch)
-    return leaves, repr(spec), spec
-
-
 def check_batch(leaves: Sequence[Any]) -> None:
     """Raise TypeError for a batch with leaves that cannot be compared."""
     for leaf in leaves:
@@ -188,8 +181,8 @@ def check_batch(leaves: Sequence[Any]) -> None:
             raise TypeError(
                 f"A captured step was given a batch that holds a {type(leaf).__name__}, which is "
                 "no tensor and cannot be hashed, so that calls cannot be compared; pass tensors, "
-                "numbers and strings in dicts, lists and tuples (dict(batch) makes one of a "
-                "mapping)"
+                "numbers and strings in dicts, lists, tuples and dataclasses (dict(batch) makes "
+                "one of a mapping)"
             ) from None
 
 
@@ -205,7 +198,7 @@ def obstacle_in(leaves: Sequence[Any]) -> str | None:
         elif type(leaf) not in PLAIN_TYPES and any(True for _ in tensors_in(leaf)):
             return (
                 f"its batch holds a {type(leaf).__name__} with tensors, which cannot be replaced "
-                "in it: pass tensors in dicts, lists and tuples"
+                "in it: pass tensors in dicts, lists, tuples and dataclasses"
             )
     return None
 

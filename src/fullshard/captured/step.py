@@ -9,14 +9,14 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
 from ..engine.comm.collectives import Group, group_for
 from ..engine.comm.disagreement import RankLostError, RanksDisagreeError
 from ..engine.comm.streams import devices_in_use
+from .batches import flatten, rebuilt
 from .calls import Action, Calls
 from .graphs import Recorder, StepGraph
-from .kinds import Kind, Step, check_batch, flatten, obstacle_in, obstacle_in_result
+from .kinds import Kind, Step, check_batch, obstacle_in, obstacle_in_result
 
 __all__ = ["CapturedStep", "capture"]
 
@@ -191,7 +191,7 @@ class CapturedStep(Generic[Batch, Result]):
             return result
 
     def _call(self, spec: Any, leaves: Any) -> Result:
-        return self._function(pytree.tree_unflatten(leaves, spec))
+        return self._function(rebuilt(leaves, spec))
 
     # -- capturing ----------------------------------------------------------------------------
 

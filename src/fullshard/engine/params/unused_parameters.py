@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..comm.streams import streams_for
 from .layout import Layout, starts_in
 
 #: For how many combinations of present and absent gradients a group keeps marks.
@@ -46,6 +47,8 @@ class UsedParameterMarks:
         self._dtype = dtype
         self._device = device
         self._by_pattern: dict[tuple[bool, ...] | None, Marks] = {}
+        #: Those that CUDA graphs read in every replay, whichever patterns come since.
+        self._captured: set[Marks] = set()
 
     def mark(self, flat: torch.Tensor, present: tuple[bool, ...] | None) -> None:
         """Mark the gradients in ``flat`` that are ``present``; None for all of them."""
@@ -55,6 +58,8 @@ class UsedParameterMarks:
                 self._by_pattern.clear()
             starts = piece_starts(self._layout, present)
             marks = self._by_pattern[present] = _marks_at(starts, self._dtype, self._device)
+        if streams_for(self._device).capturing:
+            self._captured.add(marks)
         marks.add_to(flat)
 
 
