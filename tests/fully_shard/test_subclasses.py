@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.fully_shard.side_by_side import OURS, THEIRS, assert_same_training, train
+from tests.fully_shard.side_by_side import (
+    OURS,
+    THEIRS,
+    assert_same_training,
+    skip_without_collectives_of_dtensors,
+    train,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -224,6 +230,7 @@ def test_training_and_calls_are_torchs(kind: type[Quantized], low: bool) -> None
 @pytest.mark.filterwarnings("ignore")
 @ranks(2)
 def test_weights_that_torchao_all_gathers_in_float8_train_as_under_torchs() -> None:
+    skip_without_collectives_of_dtensors()
     float8 = pytest.importorskip("torchao.float8", reason="install the extra 'quantized'")
     config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
     losses: list[list[float]] = []
