@@ -23,7 +23,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
-from fullshard.testing import ranks
+from fullshard.testing import device, ranks
 
 MARK = "_is_fsdp_managed_module"
 
@@ -147,7 +147,7 @@ def test_modules_are_marked_for_others_as_torchs_are() -> None:
         api.fully_shard(model)
         found = {n for n, m in model.named_modules() if getattr(m, MARK, False)}
         marked.append(found)
-    wrapper = fullshard.FullyShardedDataParallel(build())
+    wrapper = fullshard.FullyShardedDataParallel(build().to(device()))
 
     assert marked[1] == marked[0]
     assert {"", "blocks.0.up"} < marked[0]

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.fully_shard.side_by_side import OURS, THEIRS, assert_same_training, train
+from tests.fully_shard.side_by_side import (
+    OURS,
+    THEIRS,
+    assert_same_training,
+    skip_without_collectives_of_dtensors,
+    train,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._pytree import tree_map
 
 import fullshard
@@ -222,6 +230,7 @@ def test_training_and_calls_are_torchs(kind: type[Quantized], low: bool) -> None
 @pytest.mark.filterwarnings("ignore")
 @ranks(2)
 def test_weights_that_torchao_all_gathers_in_float8_train_as_under_torchs() -> None:
+    skip_without_collectives_of_dtensors()
     float8 = pytest.importorskip("torchao.float8", reason="install the extra 'quantized'")
     config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
     losses: list[list[float]] = []
@@ -241,6 +250,36 @@ def test_weights_that_torchao_all_gathers_in_float8_train_as_under_torchs() -> N
             optimizer.zero_grad()
             if step > 0:
                 float8.precompute_float8_dynamic_scale_for_fsdp(model)
+            found.append(loss.item())
+        losses.append(found)
+
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+@ranks(4)
+def test_float8_and_tensor_parallelism_train_together_as_under_torchs() -> None:
+    float8 = pytest.importorskip("torchao.float8", reason="install the extra 'quantized'")
+    parallel = importlib.import_module("torchao.float8.float8_tensor_parallel")
+    styles = {"0": parallel.Float8ColwiseParallel(), "2": parallel.Float8RowwiseParallel()}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    losses: list[list[float]] = []
+    for api in (THEIRS, OURS):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        float8.convert_to_float8_training(model, config=config)
+        parallelize_module(model, mesh["tp"], styles)
+        api.fully_shard(model[0], mesh=mesh["dp"])
+        api.fully_shard(model, mesh=mesh["dp"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found: list[float] = []
+        for step in range(3):
+            generator = torch.Generator().manual_seed(2 * step + mesh["dp"].get_local_rank())
+            loss = model(torch.randn(16, 16, generator=generator)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
             found.append(loss.item())
         losses.append(found)
 

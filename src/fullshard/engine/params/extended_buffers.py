@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .buffers import FullBuffer, _parts_with_memory
-from .tensor_parallel import Distributions, as_shown
+from .tensor_parallel import Distributions, as_shown, is_distributed
 
 #: The sets of tracked full parameters that a unit remembers.
 _FOLLOWERS = 8
@@ -119,8 +119,8 @@ class ExtendedBuffer(FullBuffer):
         self.filled_from = None
         self._extended = [_Extended(given, dtype, world_size) for given in arguments]
         self.views: list[torch.Tensor] = []
-        self.shown: list[torch.Tensor] = []
-        self._followers: deque[Sequence[torch.Tensor]] = deque(maxlen=_FOLLOWERS)
+        self.shown: list[Any] = []
+        self._followers: deque[Sequence[Any]] = deque(maxlen=_FOLLOWERS)
         self._is_allocated = False
         self.allocate, self.release = self._allocate, self._release
 
@@ -147,10 +147,12 @@ class ExtendedBuffer(FullBuffer):
         if not self.shown:
             self.views = [extended.full for extended in self._extended]
             self.shown = as_shown(self.views, self._distributions)
-        for follower in self._followers:
-            for tensor, shown in zip(follower, self.shown, strict=True):
-                if type(tensor) is type(shown) and tensor is not shown:
-                    _copy_attributes(tensor, shown)
+        for objects in (self.shown, *self._followers):
+            for view, each in zip(self.views, objects, strict=True):
+                # Of a tensor-parallel parameter the local part has the attributes.
+                own = each._local_tensor if is_distributed(each) else each
+                if own is not view and type(own) is type(view):
+                    _copy_attributes(own, view)
 
     def follow(self, tensors: Sequence[torch.Tensor]) -> None:
         self._followers.append(tensors)
