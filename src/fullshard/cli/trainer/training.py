@@ -91,6 +91,9 @@ def train(options: Options, folder: RunFolder, resume: bool, stop: StopRequest) 
         for step in range(done + 1, options.steps + 1):
             started = time.perf_counter()
             if tracing is not None and step - done == _FIRST_TRACED_STEP:
+                if device.type == "cuda":
+                    # A trace sees peaks above all since then.
+                    torch.cuda.reset_peak_memory_stats(device)
                 tracing.start()
             set_learning_rate(optimizer, learning_rate(options, step))
 
