@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any
 
 import pytest
@@ -253,6 +254,28 @@ def test_no_sync_of_a_part_leaves_the_rest_synchronising(strategy: ShardingStrat
     for optimizer in optimizers:
         optimizer.step()
     assert_same_parameters(reference, model)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2)
+def test_a_state_dict_does_not_hide_that_parameters_kept_by_no_sync_were_replaced(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    halved = build(Net)
+    model = FSDP(copy.deepcopy(halved), sharding_strategy=strategy, use_orig_params=use_orig_params)
+    with model.no_sync():
+        train_step(model, 0)
+    for each in (model, halved):
+        for parameter in each.parameters():
+            parameter.data = parameter.data * 0.5
+
+    saved = model.state_dict()
+    output = model(inputs(1))
+
+    for name, value in halved.state_dict().items():
+        torch.testing.assert_close(saved[name], value)
+    torch.testing.assert_close(output, halved(inputs(1)))
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

@@ -46,8 +46,9 @@ class Unit(UnitBase):
         return True in map(REQUIRES_GRAD, chain.from_iterable(map(_OPTIMIZER_PARAMS, self.handles)))
 
     def versions(self) -> list[int]:
-        """Counts of in-place changes to the parameters that the user holds."""
-        return [*map(_VERSION, chain.from_iterable(map(_VERSIONED, self.handles)))]
+        """Counts of changes to the parameters that the user holds: in place, and replacements."""
+        versioned = chain.from_iterable(map(_VERSIONED, self.handles))
+        return [self._replacements, *map(_VERSION, versioned)]
 
     def was_changed_since(self, versions: list[int] | None) -> bool:
         """True if parameters were changed in place since ``versions`` were noted, if they were."""
@@ -315,6 +316,7 @@ class Unit(UnitBase):
         for handle in self.handles:
             replaced |= handle.write_back()
         if replaced:
+            self._replacements += 1
             # Compute wrote into shards that an all-gather is about to read.
             self.streams.gather_after_compute()
         return replaced

@@ -108,6 +108,8 @@ class UnitBase:
         self._gathers_over = shards
         self._nodes: dict[Any, Tracked] = {}
         self._changes: list[int] = []
+        #: How often what the user replaced was taken over.
+        self._replacements = 0
         #: The full parameters in place, one list per group.
         self._shown: list[list[torch.Tensor]] = []
 
