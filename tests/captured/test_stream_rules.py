@@ -291,17 +291,17 @@ def test_unreduced_gradients_of_before_are_refused(machine: Machine) -> None:
 
 def test_marks_that_a_graph_reads_stay_whatever_comes_since(machine: Machine) -> None:
     model = chain(machine)
-    presence = model.module[0]._unit.handles[0].presence
-    flat = torch.zeros(presence._layout.padded_numel)
+    marks = model.module[0]._unit.handles[0].used_marks
+    flat = torch.zeros(marks._layout.padded_numel)
     alive = []
     with machine.graph():
         for captured in (True, False):
             if captured:
                 model(torch.ones(2, 3)).sum().backward()
-            presence.mark(flat, (captured, True))
-            alive.append(weakref.ref(presence._by_pattern[captured, True]))
+            marks.mark(flat, (captured, True))
+            alive.append(weakref.ref(marks._by_pattern[captured, True]))
             streams._streams[CPU].capturing = False
-    presence._by_pattern.clear()
+    marks._by_pattern.clear()
     assert [reference() is not None for reference in alive] == [True, False]
 
 

@@ -363,11 +363,11 @@ def test_gradients_that_were_staged_when_memory_ran_out_do_not_count_in_the_next
     stage = gradients.stage
     staged: list[Any] = []
 
-    def run_out(*given: Any) -> Any:
+    def run_out(*given: Any, **named: Any) -> Any:
         if staged:
             raise torch.OutOfMemoryError
         staged.append(given)
-        return stage(*given)
+        return stage(*given, **named)
 
     gradients.stage = run_out
     try:

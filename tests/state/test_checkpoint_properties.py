@@ -43,6 +43,8 @@ FILES = (
 )
 SEALED = FILES[:2]
 CASES = settings(max_examples=2000 if LONG else 50)
+#: For cases on ranks, which take tenths of a second.
+FEW_CASES = settings(max_examples=2000 if LONG else 20)
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +166,7 @@ def resume_on_rank(folder: Path) -> tuple[int | None, set[float]]:
     return found.step, values_of(model)
 
 
-@CASES
+@FEW_CASES
 @given(st.data())
 def test_ranks_agree_on_what_to_do_with_content_that_is_another(
     saved: Path, data: st.DataObject
