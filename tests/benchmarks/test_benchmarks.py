@@ -26,7 +26,7 @@ PROGRAMS: dict[str, list[str]] = {
         *("--seconds", "0"),
     ],
     "trace": [
-        *("--case", "toy", "--simulate", "64", "--bandwidth", "1", "--rounds", "2", "--steps", "2"),
+        *("--case", "toy", "--simulate", "64", "--bandwidth", "1", "--rounds", "2", "--steps", "6"),
     ],
     "growth": [
         *("--units", "2", "4", "--parameters", "1", "2", "--ranks", "8", "16"),

@@ -130,10 +130,14 @@ def seconds_by_kind(trace: RankTrace) -> dict[What, float]:
 
 
 def accounted_for(trace: RankTrace) -> float:
-    """The part of the steps' time in which a unit or the optimizer did something."""
-    by_kind = seconds_by_kind(trace)
-    whole = sum(by_kind.values())
-    return 1 - by_kind.get(What.OUTSIDE, 0.0) / whole if whole else 0.0
+    """The part of the median step's time in which a unit or the optimizer did something."""
+    parts = []
+    for found in segments_by_step(trace):
+        whole = sum(segment.seconds for segment in found)
+        outside = sum(segment.seconds for segment in found if segment.what is What.OUTSIDE)
+        if whole:
+            parts.append(1 - outside / whole)
+    return statistics.median(parts) if parts else 0.0
 
 
 def summarized(trace: RankTrace) -> RankSummary:
