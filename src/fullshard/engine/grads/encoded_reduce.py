@@ -26,7 +26,7 @@ from ..params.unused_parameters import used_parameter_bytes
 def staging_dtype(
     handle: FlatParamHandle, gradients: Sequence[torch.Tensor | None], group: Group
 ) -> torch.dtype:
-    """The dtype in which gradients wait to be reduced: the reduce dtype, or a narrower one.
+    """The dtype in which gradients wait to be encoded: the reduce dtype, or a narrower one.
 
     Gradients that autograd computed in bfloat16 stay so until they are encoded, which saves half of
     the memory and of its traffic: they are sent and added up as if they had been cast to float32
@@ -35,7 +35,7 @@ def staging_dtype(
     """
     reduce, compute = handle.dtypes.reduce, handle.dtypes.compute
     widened = (compute, reduce) == (torch.bfloat16, torch.float32)
-    if handle.reduced_in is None or not widened or not group.runs_ahead:
+    if not widened or not group.runs_ahead:
         return reduce
     return compute if all(g is None or g.dtype is compute for g in gradients) else reduce
 

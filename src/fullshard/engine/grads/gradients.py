@@ -125,27 +125,23 @@ class Average(NamedTuple):
 def stage(
     handle: FlatParamHandle,
     gradients: Gradients,
+    dtype: torch.dtype,
     fills_unused: bool = False,
     shows_gaps: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
 ) -> ReduceInput:
-    """Copy a group's gradients into its reduce buffer, and cast them to the reduce dtype on the
-    way, or to ``dtype``.
+    """Copy a group's gradients into its reduce buffer, and cast them to ``dtype`` on the way.
 
     ``fills_unused``: parameters without a gradient get one of zeros, on every rank. ``shows_gaps``:
     a user's hook reads what lies between gradients, which therefore are zeros.
     """
-    dtype = dtype or handle.dtypes.reduce
     buffer: ReduceBuffer | None = None
     if handle.is_sharded:
         buffer = handle.reduce_buffers.get(dtype) or handle.reduce_buffer(dtype)
         buffer.allocate()
         flat, places = buffer.alias, buffer.places
         # Hooks on flat parameters read the gaps, too, and so does encoding in blocks.
-        if (
-            shows_gaps or not handle.use_orig_params or handle.reduced_in is not None
-        ) and buffer.gaps:
+        reads_gaps = shows_gaps or not handle.use_orig_params or handle.reduced_in is not None
+        if reads_gaps and buffer.gaps:
             torch._foreach_zero_(buffer.gaps)
     else:
         flat = torch.empty(handle.layout.padded_numel, dtype=dtype, device=handle.device)

@@ -102,7 +102,7 @@ class Reduction:
                 dtype = handle.dtypes.reduce
                 if handle.reduced_in is not None and self.comm_hook is None:
                     dtype = staging_dtype(handle, full, self._unit.shards)
-                staged = flow.stage(handle, full, self.fills_unused, shows_gaps, dtype=dtype)
+                staged = flow.stage(handle, full, dtype, self.fills_unused, shows_gaps)
                 self._staged.append(staged)
 
     @property
