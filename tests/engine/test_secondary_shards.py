@@ -213,12 +213,17 @@ def test_what_crosses_between_hosts_is_a_third_with_eight_bits_and_second_shards
 
     # Of two all-gathers and a reduce, one all-gather stays on the host; then half the bytes.
     assert whole / plain == pytest.approx(2 / 3, rel=1e-2)
-    assert eight / plain == pytest.approx((1 + 4 / 256) / 3, rel=1e-2)
+    if device().type == "cpu":
+        assert eight / plain == pytest.approx((1 + 4 / 256) / 3, rel=1e-2)
+    else:
+        # Gradients are added up inside hosts first: of each rank's, a quarter comes from elsewhere
+        # in one byte, and not three quarters in two.
+        assert eight / plain == pytest.approx((1 + 4 / 256) / 3 * (1 + 1 / 3) / 2, rel=3e-2)
     assert eight / plain <= 0.36
 
 
 def _crossing(group: Any, communication: Communication | None) -> int:
-    """Bytes per step that come through the group of all ranks: from other hosts alone."""
+    """Bytes per step that come through groups whose ranks are on both hosts."""
 
     class Layer(nn.Sequential):
         pass
@@ -239,7 +244,7 @@ def _crossing(group: Any, communication: Communication | None) -> int:
         model(inputs).square().sum().backward()
     with counted_bytes() as received:
         model(inputs).square().sum().backward()
-    return received.by_group_size[4]
+    return sum(n for ranks, n in received.by_ranks.items() if len({r // 2 for r in ranks}) == 2)
 
 
 @with_both_apis
@@ -422,3 +427,16 @@ def test_whom_a_forward_leaves_parameters_to_is_said_once() -> None:
     for reshards in (False, 2):
         with pytest.raises(ValueError, match="leave one of them out"):
             fullshard.fully_shard(build()[0], reshard_after_forward=reshards, communication=TWO)
+
+
+@ranks(4)
+def test_groups_of_the_few_ranks_that_were_destroyed_are_made_again() -> None:
+    for _ in range(2):
+        few = neighbours_in(dist.group.WORLD, 2)
+        assert few is not None
+        tensor = torch.ones(1, device=device())
+        dist.all_reduce(tensor, group=few)
+        assert tensor.item() == 2
+        assert neighbours_in(dist.group.WORLD, 2) is few
+        dist.barrier()
+        dist.destroy_process_group(few)

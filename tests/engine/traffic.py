@@ -65,9 +65,10 @@ def counted_traffic() -> Iterator[Traffic]:
 
 @dataclass
 class Received:
-    """Bytes that this rank received from others, by the size of the group that brought them."""
+    """Bytes that this rank received, by the size and the ranks of the group that brought them."""
 
     by_group_size: dict[int, int] = field(default_factory=dict)
+    by_ranks: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -98,6 +99,8 @@ def counted_bytes() -> Iterator[Received]:
             raise NotImplementedError(name)
         found = received.by_group_size
         found[size] = found.get(size, 0) + nbytes
+        of_ranks = tuple(dist.distributed_c10d._world.pg_group_ranks.get(group, ()))
+        received.by_ranks[of_ranks] = received.by_ranks.get(of_ranks, 0) + nbytes
         return call(group, *args, **kwargs)
 
     with _replaced(count, (*_GATHERS, *_REDUCES)):

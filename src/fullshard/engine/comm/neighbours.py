@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .hosts import hosts_of
-from .process_groups import group_among
+from .process_groups import group_among, is_alive
 
 _known: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
@@ -24,10 +24,10 @@ def neighbours_in(group: Any, asked: bool | int) -> Any | None:
             "secondary_shards takes a process group of torch.distributed, but the ranks that share "
             f"parameters are {group!r} of type {type(group).__name__}"
         )
-    known = _known.setdefault(group, {})
     # As text, since 1 and True are the same key.
-    key = str(asked)
-    if key not in known:
+    known, key = _known.setdefault(group, {}), str(asked)
+    few = known.get(key)
+    if key not in known or (few is not None and not is_alive(few)):
         size = group.size()
         count = _ranks_per_host(group) if asked is True else int(asked)
         if count < 1 or size % count:
