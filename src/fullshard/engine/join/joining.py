@@ -163,6 +163,8 @@ class CountingGroup(dist.ProcessGroup):
 
     def _count(self, tensors: list[torch.Tensor], options: Any) -> None:
         self._before(tensors[0])
+        # Otherwise NCCL returns no work to wait for.
+        options.asyncOp = True
         # Here, as one waits for other collectives: Join itself would not look at the others.
         self._group.wait(self._group.pending(self._group.group.allreduce(tensors, options)))
 
