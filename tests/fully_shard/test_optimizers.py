@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+import random
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from tests.fully_shard.side_by_side import (
     train,
     whole,
 )
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -362,3 +366,105 @@ def test_optimizers_over_whole_parameters_do_what_they_do_under_torchs(
         assert ours == theirs
     else:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def _replace_state(optimizer: Any, step: int) -> None:
+    state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    for key, value in state.items():
+        if value is not None and key != "step":
+            state[key] = value * 0.5
+
+
+def _load_its_own_state(optimizer: Any, step: int) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _set(**options: Callable[[int], Any]) -> Callable[[Any, int], None]:
+    def change(optimizer: Any, step: int) -> None:
+        optimizer.param_groups[0].update({name: of(step) for name, of in options.items()})
+
+    return change
+
+
+#: What may change between two steps of an optimizer; the last one is for SGD.
+CHANGES: dict[str, Callable[[Any, int], None]] = {
+    "nothing": _set(),
+    "weight decay": _set(weight_decay=lambda step: 0.1 * step),
+    "direction": _set(maximize=lambda step: step % 2 == 0),
+    "learning rate": _set(lr=lambda step: 0.05),
+    "kind of learning rate": _set(lr=lambda step: torch.tensor(0.05)),
+    "all state": _load_its_own_state,
+    "some state": _replace_state,
+    "momentum": _set(momentum=lambda step: 0.1 * (step % 3)),
+}
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
+@pytest.mark.parametrize("way", ["foreach", "fused", "alone"])
+@ranks(2)
+def test_whatever_changes_between_steps_local_tensors_are_stepped_as_plain_ones(
+    name: str, way: str
+) -> None:
+    kind: Any = getattr(torch.optim, name)
+    options: dict[str, Any] = {"lr": 0.1} if name == "SGD" else {"lr": 0.1, "eps": 1e-3}
+    if way != "alone":
+        options[way] = True
+    model: Any = build()
+    by_block()(OURS, model)
+    params = list(model.parameters())
+    plain = [nn.Parameter(p.to_local().detach().clone()) for p in params]
+    aside = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    half = len(params) // 2
+    optimizers = [
+        kind([{"params": [*params[:half], aside[0]]}], **options),
+        kind([{"params": [*plain[:half], aside[1]]}], **options),
+    ]
+    chance = random.Random(f"{name} {way} {dist.get_rank()}")
+
+    for step in range(30):
+        change = chance.choice([*CHANGES.values()] if name == "SGD" else [*CHANGES.values()][:-1])
+        without = chance.sample(range(len(params)), 2 if step % 5 == 4 else 0)
+        for optimizer, mine in zip(
+            optimizers, ([*params, aside[0]], [*plain, aside[1]]), strict=True
+        ):
+            if step > 1:
+                change(optimizer, step)
+                if way == "foreach" and isinstance(optimizer.param_groups[0]["lr"], torch.Tensor):
+                    optimizer.param_groups[0]["lr"] = 0.05
+            if step == 12:
+                optimizer.add_param_group({"params": mine[half:-1], "lr": 0.02})
+            for place, parameter in enumerate(mine):
+                values = torch.Generator().manual_seed(100 * step + place)
+                local = getattr(parameter, "_local_tensor", parameter)
+                gradient = torch.randn(local.shape, generator=values)
+                if isinstance(parameter, DTensor):
+                    gradient = DTensor(gradient, parameter._spec, requires_grad=False)
+                parameter.grad = None if place in without else gradient
+            optimizer.step()
+        for one, other in zip([*params, aside[0]], [*plain, aside[1]], strict=True):
+            assert torch.equal(getattr(one, "_local_tensor", one), other), step
+    assert _numbers_in(optimizers[0]) == _numbers_in(optimizers[1])
+
+
+def _numbers_in(optimizer: Any) -> list[Any]:
+    groups = [p for group in optimizer.param_groups for p in group["params"]]
+    return [
+        value if value is None else getattr(value, "_local_tensor", value).tolist()
+        for parameter in groups
+        for value in optimizer.state[parameter].values()
+    ]
+
+
+@ranks(2)
+def test_gradients_are_gone_when_nobody_but_the_optimizer_might_have_them() -> None:
+    model: Any = build()
+    by_block()(OURS, model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(3):
+        forward_loss(model, step).backward()
+        gradients = [
+            weakref.ref(p.grad._local_tensor.untyped_storage()) for p in model.parameters()
+        ]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not any(reference() for reference in gradients)

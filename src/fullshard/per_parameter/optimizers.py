@@ -9,6 +9,9 @@ Note: a twin steps
     raises. Its state keeps DTensors, which share their memory with the twin's; tensors that a step
     adds to the state are made DTensors after it.
 
+    Of a step's time on the host, torch's optimizers take a good part to look up what they hand to
+    their kernels, parameter by parameter. A twin remembers it (see :class:`GroupCollector`).
+
     It is known which of torch's own optimizers compute element by element. Others are left alone,
     and compute with DTensors as always.
 """
@@ -31,6 +34,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from .collecting import GroupCollector
+
 #: Classes of ``torch.optim`` whose ``step`` updates each element on its own.
 _ELEMENTWISE = frozenset(
     {
@@ -50,8 +55,11 @@ _ELEMENTWISE = frozenset(
 #: Set on an optimizer: its twin. Copies and pickles of an optimizer go without.
 _TWIN = "_fullshard_twin"
 #: What a twin has of its own; the rest it shares with its optimizer.
-_OWN = frozenset({"param_groups", "state", _TWIN})
+_OWN = frozenset({"param_groups", "state", "_init_group", _TWIN})
+#: Those of them that add to a parameter's state, but never replace what is there.
+_IN_PLACE = frozenset({"Adam", "AdamW", "SGD"})
 _GRADIENT = operator.attrgetter("grad")
+_LOCAL = operator.attrgetter("_local_tensor")
 #: Set on a parameter: what stands for it in a twin.
 _STAND_IN = "_fullshard_stand_in"
 
@@ -87,13 +95,27 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 @functools.cache
 def _is_elementwise(kind: Any) -> bool:
     """True if the class steps by the code of a known optimizer of torch's."""
+    return _owner_of_step(kind) in _ELEMENTWISE
+
+
+def _owner_of_step(kind: Any) -> str | None:
+    """The class of ``torch.optim`` whose ``step`` the class has; None if it has its own."""
     step: Any = inspect.unwrap(kind.step)
-    owner = step.__qualname__.partition(".")[0]
-    return step.__module__.startswith("torch.optim.") and owner in _ELEMENTWISE
+    name: str = step.__qualname__.partition(".")[0]
+    return name if step.__module__.startswith("torch.optim.") else None
 
 
 def _is_ours(parameter: Any) -> bool:
     return type(parameter) is DTensor and hasattr(parameter, "_fullshard_unit")
+
+
+def _collects_like_torchs(kind: Any) -> bool:
+    """Whether the class collects what it steps as torch's Adam and SGD do."""
+    method = getattr(kind, "_init_group", None)
+    if method is None or not method.__module__.startswith("torch.optim."):
+        return False
+    names = list(inspect.signature(method).parameters)
+    return names[:2] == ["self", "group"] and names[3] == "grads"
 
 
 class _Twin:
@@ -102,8 +124,19 @@ class _Twin:
     def __init__(self, kind: type[torch.optim.Optimizer]) -> None:
         self.optimizer: Any = object.__new__(kind)
         self.optimizer.state = defaultdict(dict)
+        self._updates_in_place = _owner_of_step(kind) in _IN_PLACE
+        self._collector: GroupCollector | None = None
+        if self._updates_in_place and _collects_like_torchs(kind):
+            self._collector = GroupCollector(self.optimizer)
+            vars(self.optimizer)["_init_group"] = self._collector
         self._params: list[Any] = []
         self._stand_ins: list[Any] = []
+        #: The stand-ins of each group's parameters.
+        self._by_group: list[list[Any]] = []
+        #: The DTensors among the parameters, their local tensors and their stand-ins.
+        self._sharded: list[Any] = []
+        self._local: list[torch.Tensor] = []
+        self._steps_for: list[Any] = []
         #: The contents of the optimizer's state and of the twin's when the two last agreed. While
         #: both still hold the same objects, nothing has to be converted.
         self._shown: list[Any] = []
@@ -116,20 +149,39 @@ class _Twin:
         for name, value in optimizer.__dict__.items():
             if name not in _OWN:
                 mine[name] = value
-        params, stand_ins = self._params, self._stand_ins
-        self._params = [p for group in optimizer.param_groups for p in group["params"]]
-        self._stand_ins = list(map(_stand_in_of, self._params))
-        remaining = iter(self._stand_ins)
+        groups = optimizer.param_groups
+        sizes = [len(group["params"]) for group in groups]
+        params = [p for group in groups for p in group["params"]]
+        replaced = not (
+            sizes == list(map(len, self._by_group))
+            and all(map(operator.is_, params, self._params))
+            and all(map(operator.is_, map(_LOCAL, self._sharded), self._local))
+        )
+        if replaced:
+            self._stand_in_for(params, sizes)
         twin.param_groups = [
-            {**group, "params": list(itertools.islice(remaining, len(group["params"])))}
-            for group in optimizer.param_groups
+            {**group, "params": stand_ins}
+            for group, stand_ins in zip(groups, self._by_group, strict=True)
         ]
         shown = _contents(optimizer.state)
-        same = _same(params, self._params) and _same(stand_ins, self._stand_ins)
-        if not (same and _same(shown, self._shown)):
+        if replaced or not _same(shown, self._shown):
             self._take_state(optimizer.state)
             self._shown, self._stepped = shown, _contents(twin.state)
-        self._take_gradients()
+            if self._collector is not None:
+                self._collector.forget()
+        if self._collector is None:
+            self._take_gradients()
+        else:
+            self._collector.begin_step([group["params"] for group in groups])
+
+    def _stand_in_for(self, params: list[Any], sizes: list[int]) -> None:
+        self._params = params
+        self._stand_ins = list(map(_stand_in_of, params))
+        remaining = iter(self._stand_ins)
+        self._by_group = [list(itertools.islice(remaining, size)) for size in sizes]
+        self._sharded = [p for p in params if type(p) is DTensor]
+        self._local = list(map(_LOCAL, self._sharded))
+        self._steps_for = list(map(_stand_in_of, self._sharded))
 
     def _take_state(self, state: Any) -> None:
         """Give the twin the local parts of the optimizer's state."""
@@ -143,12 +195,9 @@ class _Twin:
     def _take_gradients(self) -> None:
         # Torch need not ask the class of a DTensor for a way of its own to tell its gradient.
         with torch._C.DisableTorchFunctionSubclass():
-            gradients = list(map(_GRADIENT, self._params))
-        for parameter, stand_in, gradient in zip(
-            self._params, self._stand_ins, gradients, strict=True
-        ):
-            if stand_in is not parameter:
-                stand_in.grad = gradient._local_tensor if type(gradient) is DTensor else gradient
+            gradients = list(map(_GRADIENT, self._sharded))
+        for stand_in, gradient in zip(self._steps_for, gradients, strict=True):
+            stand_in.grad = gradient._local_tensor if type(gradient) is DTensor else gradient
 
     def around(self, argument: Any) -> Any:
         """Wrap a closure so that the stand-ins get its gradients, too; return anything else."""
@@ -159,7 +208,8 @@ class _Twin:
         @functools.wraps(closure)
         def run() -> Any:
             result = closure()
-            self._take_gradients()
+            if self._collector is None:
+                self._take_gradients()
             return result
 
         return run
@@ -174,13 +224,21 @@ class _Twin:
             for name, value in stepped.items():
                 if name != "params":
                     group[name] = value
-        for parameter, stand_in in zip(self._params, self._stand_ins, strict=True):
-            if stand_in is not parameter:
+        if self._collector is None:
+            for stand_in in self._steps_for:
                 stand_in.grad = None
-        if not _same(_contents(twin.state), self._stepped):
+        if self._has_changed(twin.state):
+            if self._collector is not None:
+                self._collector.forget()
             self._show_state(optimizer.state)
             self._shown = _contents(optimizer.state)
             self._stepped = _contents(twin.state)
+
+    def _has_changed(self, state: Any) -> bool:
+        """Whether the step has added to the twin's state, or replaced some of it."""
+        if self._updates_in_place:
+            return len(state) + sum(map(len, state.values())) != len(self._stepped)
+        return not _same(_contents(state), self._stepped)
 
     def _show_state(self, state: Any) -> None:
         """Copy state that the step added or replaced in the twin to the optimizer."""
