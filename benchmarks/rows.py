@@ -233,10 +233,7 @@ class Training:
 
 
 class CapturedTraining:
-    """A :class:`Training` whose step becomes one CUDA graph.
-
-    By ``torch.cuda.graph`` itself, the same for all rows.
-    """
+    """A :class:`Training` whose step becomes one CUDA graph, by ``torch.cuda.graph`` itself."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -265,4 +262,33 @@ class CapturedTraining:
         graph.replay()
         torch.cuda.synchronize()
         self._graph = graph
+        torch.cuda.empty_cache()
+
+
+class FullshardCapturedTraining:
+    """The same with what ``fullshard.capture`` captures and replays with, for a fixed batch."""
+
+    def __init__(self, training: Training) -> None:
+        from fullshard.captured.graphs import Recorder, StepGraph
+
+        self._training = training
+        self._recorder = Recorder(torch.device("cuda", torch.cuda.current_device()))
+        self._graph: StepGraph | None = None
+
+    def step(self) -> torch.Tensor:
+        """An eager step or a replay."""
+        if self._graph is None:
+            return self._recorder.run(self._training.step)
+        return self._graph.replay([])
+
+    def capture(self) -> None:
+        """Replay from now on; captured again, the graph has the memory of the one before."""
+        parameters = list(self._training.model.parameters())
+        graph = self._recorder.capture(lambda _: self._training.step(), [], parameters)
+        graph.replay([])
+        torch.cuda.synchronize()
+        graph.settle()
+        before, self._graph = self._graph, graph
+        if before is not None:
+            before.drop()
         torch.cuda.empty_cache()

@@ -7,7 +7,8 @@ FSDP1 and FSDP2, Megatron-FSDP (where it is installed) and fullshard.
     PYTHONPATH=src python3 benchmarks/step.py --capture
     PYTHONPATH=src python3 benchmarks/step.py --before ../earlier/src
 
-With --capture, each row is measured twice, eagerly and as one CUDA graph (see docs/capture.md).
+With --capture, each row is measured twice, eagerly and as one CUDA graph (see docs/capture.md): by
+torch.cuda.graph, or for ours by what fullshard.capture does.
 With --before, the fullshard in that folder takes its turns beside this one.
 
 A case is a model and a number of ranks, of which this process plays one over a process group
@@ -47,10 +48,12 @@ from bars import (
     show_table,
     show_verdicts,
 )
-from rows import CapturedTraining, Setting, Training
+from rows import CapturedTraining, FullshardCapturedTraining, Setting, Training
 from time_limit import TimeLimit
 from torch import nn
 from workers import Worker
+
+AnyTraining = Training | CapturedTraining | FullshardCapturedTraining
 
 PEERS = ("FSDP1", "FSDP2")
 ROWS = ["bare", "FSDP1", "FSDP2", "Megatron-FSDP", "fullshard", "fullshard fully_shard"]
@@ -58,7 +61,7 @@ ROWS = ["bare", "FSDP1", "FSDP2", "Megatron-FSDP", "fullshard", "fullshard fully
 ROWS_TO_CAPTURE = ["bare", "FSDP2", "fullshard", "fullshard fully_shard"]
 CAPTURED = " captured"
 #: So many rows begin side by side: a device has memory for that, and no time is taken yet.
-AT_A_TIME = 4
+AT_A_TIME = 5
 #: The row of another version of fullshard, and how much slower than that noise may make a row look.
 BEFORE = "fullshard before"
 NOT_SLOWER = 1.02
@@ -161,9 +164,10 @@ class Contestant:
         started = time.perf_counter()
         setting = Setting(unit, getattr(torch, task.compute))
         training = Training(task.kind, model, batch, setting, counts_on_device=task.capture)
-        self.training: Training | CapturedTraining = training
+        self.training: AnyTraining = training
         if task.is_captured:
-            self.training = CapturedTraining(training)
+            ours = task.kind.startswith("fullshard")
+            self.training = (FullshardCapturedTraining if ours else CapturedTraining)(training)
         self._synchronize()
         self.setup = time.perf_counter() - started
         del model
@@ -173,12 +177,12 @@ class Contestant:
             self.group.fill = True
         losses = [float(self.training.step()) for _ in range(self.task.warmup)]
         counted = self._collectives()
-        if isinstance(self.training, CapturedTraining):
+        if not isinstance(self.training, Training):
             # Once with what fills buffers, which are the graph's own, and then without.
             self.training.capture()
         if self.group is not None:
             self.group.fill = False
-        if isinstance(self.training, CapturedTraining):
+        if not isinstance(self.training, Training):
             self.training.capture()
         self.rest()
         return {

@@ -48,6 +48,9 @@ class StandIn:
             drop=lambda: None,
         )
 
+    def close(self) -> None:
+        pass
+
 
 class OverGroup(Step):
     """A step that communicates over one group, without a model."""

@@ -265,6 +265,8 @@ class CapturedStep(Generic[Batch, Result]):
         for graph in self._graphs.values():
             graph.drop()
         self._graphs.clear()
+        if self._recorder is not None:
+            self._recorder.close()
         self._calls.forget()
         return False
 
