@@ -5,10 +5,13 @@ is what people write by hand.
     PYTHONPATH=src python3 benchmarks/whole_tensors.py --cases cpu@2 --networks 0 1
 
 One process plays rank 0 of a case's ranks over a process group whose collectives return at once, or
-take the time of a network of some gigabytes per second (groups.py). All rows train one and the same
-model, sharded by fully_shard, and take turns, round by round: "none" has no optimizer, so that
-"optimizer ms" is a row's step less its. With --wrapper, the model is sharded by the wrapper, whose
-owners may have no piece of what they own, and nobody writes Muon by hand. "exposed ms" is how much
+take the time of a network of some gigabytes per second (groups.py). All rows but the last train one
+and the same model, sharded by fully_shard, and take turns, round by round: "none" has no optimizer,
+so that "optimizer ms" is a row's step less its. Muon on gathered gradients is there twice: written
+for torch's fully_shard with DTensor's own methods, as people do ("Muon by hand"), and on ours with
+nothing between Muon and the collective ("Muon gathered"), which shows what is due to Muon alone.
+With --wrapper, the model is sharded by the wrapper, whose owners may have no piece of what they
+own, and nobody writes Muon by hand. "exposed ms" is how much
 longer the optimizer takes over the network than with collectives that return at once. How much rank
 0 owns, and the rank that owns most, is printed relative to the mean.
 """
@@ -28,11 +31,13 @@ import gpt
 import groups
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from time_limit import TimeLimit
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
 import fullshard
-from fullshard import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
+from fullshard import FullyShardedDataParallel, MixedPrecision
 from fullshard.engine.comm.collectives import group_for
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -40,7 +45,10 @@ from fullshard.wrap import ModuleWrapPolicy
 Shard = Callable[[Any, torch.dtype], Any]
 
 #: At most this often the whole step of these rows, for Muon on whole tensors.
-BARS = {"AdamW": 1.25, "Muon by hand": 0.35}
+BY_HAND = "Muon by hand"
+BARS = {"AdamW": 1.25, BY_HAND: 0.35}
+#: What a step is compared with, too.
+SHOWN = [*BARS, "Muon gathered"]
 JUDGED = "1.34B@64"
 
 
@@ -55,7 +63,7 @@ class Both:
             optimizer.step()
 
 
-class GatheredMuon(torch.optim.Optimizer):
+class MuonByHand(torch.optim.Optimizer):
     """Muon whose momentum is sharded, and whose every rank computes every whole update."""
 
     def __init__(self, parameters: list[Any], lr: float) -> None:
@@ -68,46 +76,70 @@ class GatheredMuon(torch.optim.Optimizer):
                 self._step(parameter, group["lr"])
 
     def _step(self, parameter: Any, lr: float) -> None:
-        local, gradient = parameter._local_tensor, parameter.grad._local_tensor
+        buffer = self._momentum(parameter, parameter.grad)
+        full = parameter.grad.lerp(buffer, 0.95).full_tensor()
+        # Every rank has computed it: there is nothing to send.
+        update = distribute_tensor(
+            orthogonal(full), parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+        parameter.mul_(1 - lr * 0.1).add_(update, alpha=-lr)
+
+    def _momentum(self, parameter: Any, gradient: Any) -> Any:
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
-        buffer = state["momentum_buffer"].lerp_(gradient, 0.05)
+        return state["momentum_buffer"].lerp_(gradient, 0.05)
+
+
+class MuonGathered(MuonByHand):
+    """The same, with local tensors and our collective."""
+
+    def _step(self, parameter: Any, lr: float) -> None:
+        local, gradient = parameter._local_tensor, parameter.grad._local_tensor
+        buffer = self._momentum(parameter, gradient)
         group = group_for(parameter.device_mesh.get_group(), gradient.device)
         full = gradient.new_empty(parameter.shape)
         group.wait(*group.gather([full], [gradient.lerp(buffer, 0.95)], "by hand"))
-        update = torch.optim._muon._zeropower_via_newtonschulz(
-            full, (3.4445, -4.7750, 2.0315), 5, 1e-7
-        )
-        rows = update.chunk(group.size)[group.rank]
+        rows = orthogonal(full).chunk(group.size)[group.rank]
         local.mul_(1 - lr * 0.1).add_(rows, alpha=-lr)
 
 
+def orthogonal(update: torch.Tensor) -> torch.Tensor:
+    return torch.optim._muon._zeropower_via_newtonschulz(update, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+
+def muon(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon(parameters, lr=1e-4)
+
+
+def by_hand(kind: type[MuonByHand], model: nn.Module) -> Both:
+    """This Muon for the blocks' matrices, AdamW for the rest."""
+    named = dict(model.named_parameters())
+    matrices = [p for n, p in named.items() if n.startswith("blocks") and p.dim() == 2]
+    others = [p for n, p in named.items() if not (n.startswith("blocks") and p.dim() == 2)]
+    return Both(kind(matrices, 1e-4), adamw(others))
+
+
 def optimizers_of(model: nn.Module) -> dict[str, Any]:
-    def adamw(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-
-    def muon(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.Muon(parameters, lr=1e-4)
-
     found = {
         "none": Both(),
         "AdamW": adamw(model.parameters()),
         "Muon whole": fullshard.optim.whole(muon, model, adamw),
     }
     if not isinstance(model, FullyShardedDataParallel):
-        named = dict(model.named_parameters())
-        matrices = [p for n, p in named.items() if n.startswith("blocks") and p.dim() == 2]
-        others = [p for n, p in named.items() if not (n.startswith("blocks") and p.dim() == 2)]
-        found["Muon by hand"] = Both(GatheredMuon(matrices, 1e-4), adamw(others))
+        found["Muon gathered"] = by_hand(MuonGathered, model)
     return found
 
 
-def sharded(model: Any, compute: torch.dtype) -> Any:
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+def sharded(model: Any, compute: torch.dtype, api: Any = fullshard) -> Any:
+    policy = api.MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for block in model.blocks:
-        fullshard.fully_shard(block, mp_policy=policy)
-    return fullshard.fully_shard(model, mp_policy=policy)
+        api.fully_shard(block, mp_policy=policy)
+    return api.fully_shard(model, mp_policy=policy)
 
 
 def wrapped(model: Any, compute: torch.dtype) -> Any:
@@ -129,8 +161,13 @@ class Case:
         self.group = groups.Delayed(int(ranks), None, device)
         groups.install(self.group)
         compute = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.model: Any = shard(gpt.build(size, device), compute)
-        self.optimizers = optimizers_of(self.model)
+        model = shard(gpt.build(size, device), compute)
+        self.optimizers = optimizers_of(model)
+        self.models: dict[str, Any] = dict.fromkeys(self.optimizers, model)
+        if shard is sharded:
+            theirs = sharded(gpt.build(size, device), compute, torch.distributed.fsdp)
+            self.models[BY_HAND] = theirs
+            self.optimizers[BY_HAND] = by_hand(MuonByHand, theirs)
         self.batch = gpt.tokens(size, device)
         self.group.fill = True
         for row in [*self.optimizers] * 2:
@@ -138,9 +175,10 @@ class Case:
         self.group.fill = False
 
     def step(self, row: str) -> None:
-        self.model(self.batch).backward()
+        model = self.models[row]
+        model(self.batch).backward()
         self.optimizers[row].step()
-        for parameter in self.model.parameters():
+        for parameter in model.parameters():
             parameter.grad = None
 
     def milliseconds(self, row: str, steps: int) -> float:
@@ -177,7 +215,7 @@ def summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
         row: {
             "step ms": statistics.median(times[row]),
             "optimizer ms": median(lambda a, b: a - b, row, "none"),
-            **{f"x {o}": median(lambda a, b: a / b, row, o) for o in BARS if o in times},
+            **{f"x {o}": median(lambda a, b: a / b, row, o) for o in SHOWN if o in times},
         }
         for row in times
     }
