@@ -2,16 +2,18 @@
 
     PYTHONPATH=src python3 tests/over_nccl.py
     PYTHONPATH=src python3 tests/over_nccl.py tests/engine --jobs 4 --log log.txt
+    PYTHONPATH=src python3 tests/over_nccl.py --jobs 9 --together 4
 
-Each file is a process of its own, with ranks of its own (``fullshard.testing``, backend nccl). It
-is run by pytest where that is installed, and by ``python -m fullshard.testing`` elsewhere, which
-skips tests that use fixtures. Ranks on one GPU take turns of a few milliseconds, in which NCCL's
-kernels wait for ranks that have none; where the machine has NVIDIA's Multi-Process Service, the
-program runs one of its own, under which they compute side by side: a file took 33 s instead of 83.
-The service takes 48 processes at most, hence the number of jobs.
+A process runs a file, or a few with ``--together``, on ranks of its own (``fullshard.testing``,
+backend nccl), whose start takes as long as the tests of a small file. A file is run by pytest where
+that is installed, and by ``python -m fullshard.testing`` elsewhere, which skips tests that use
+fixtures. Ranks on one GPU take turns of a few milliseconds, in which NCCL's kernels wait for ranks
+that have none; where the machine has NVIDIA's Multi-Process Service, the program runs one of its
+own, under which they compute side by side: a file took 33 s instead of 83. The service takes 48
+processes at most, hence the number of jobs.
 
-Prints a line for each file, then why tests were skipped, then which tests failed; ends with status
-1 if any did, or if a file ran into its time limit.
+Prints a line for each process, then why tests were skipped, then which tests failed; ends with
+status 1 if any did, or if one ran into its time limit.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("engine", "hazards", "original", "grad", "state", "fully_shard", "captured", "optim")
 #: "3 passed, 1 skipped in 2.10s" of pytest, "3 passed, 0 failed, 1 skipped in 2.10 s" of ours.
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
+#: A line of ours for each test.
+_ENDED = re.compile(r"^(PASSED|FAILED|SKIPPED) ")
 _FAILED = re.compile(r"^(?:FAILED|ERROR)\s+(\S.*)$", re.MULTILINE)
 _SKIPPED_BY_PYTEST = re.compile(r"^SKIPPED \[(\d+)\] [^ ]+: (.*)$", re.MULTILINE)
 _SKIPPED = re.compile(r"^SKIPPED +\S.*? \((.*)\)$", re.MULTILINE)
@@ -43,17 +47,20 @@ _SKIPPED = re.compile(r"^SKIPPED +\S.*? \((.*)\)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one test file."""
+    """What became of the files that one process ran."""
 
-    file: Path
+    files: tuple[Path, ...]
     status: int | None
     seconds: float
     output: str
 
     @property
     def counts(self) -> Counter[str]:
-        last = next(reversed(self.output.strip().splitlines()), "")
-        return Counter({word: int(number) for number, word in _COUNT.findall(last)})
+        lines = self.output.strip().splitlines()
+        if self.status is None:
+            # It was killed, and has not summed up what it had run by then.
+            return Counter(word.lower() for line in lines for word in _ENDED.findall(line))
+        return Counter({word: int(number) for number, word in _COUNT.findall((lines or [""])[-1])})
 
     @property
     def passed(self) -> bool:
@@ -75,22 +82,28 @@ def main() -> int:
     folders = [ROOT / "tests" / name for name in FOLDERS]
     parser.add_argument("paths", nargs="*", type=Path, default=folders, help="files and folders")
     parser.add_argument("--jobs", type=int, default=5, help="files that run at a time")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds for each file")
-    parser.add_argument("--until", type=float, help="start no file after this many seconds")
+    parser.add_argument("--together", type=int, default=1, help="files that a process runs")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds for a process")
+    parser.add_argument("--until", type=float, help="start no process after this many seconds")
     parser.add_argument("--backend", choices=["nccl", "gloo"], default="nccl")
-    parser.add_argument("--log", type=Path, help="write the output of all files to this one")
+    parser.add_argument("--log", type=Path, help="append the output of all files to this one")
     given = parser.parse_args()
     began = time.monotonic()
     results = []
     with multi_process_service(), ThreadPoolExecutor(given.jobs) as pool:
-        runs = [pool.submit(_run, file, given, began) for file in _files(given.paths)]
+        files = _files(given.paths)
+        runs = [
+            pool.submit(_run, tuple(files[at : at + given.together]), given, began)
+            for at in range(0, len(files), given.together)
+        ]
         for run in as_completed(runs):
             result = run.result()
             if result is not None:
                 results.append(result)
                 print(_line(result), flush=True)
-    if given.log is not None:
-        given.log.write_text("".join(f"=== {r.file}\n{r.output}\n" for r in results))
+                if given.log is not None:
+                    with given.log.open("a") as log:
+                        log.write(f"=== {_names(result)}\n{result.output}\n")
     return _summarise(results, len(runs) - len(results), time.monotonic() - began)
 
 
@@ -108,27 +121,31 @@ def multi_process_service() -> Iterator[None]:
         try:
             yield
         finally:
-            subprocess.run([control], input="quit -t 1\n", text=True, timeout=30, check=False)
+            # It does not end while a process that was killed still holds the device.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run([control], input="quit -t 1\n", text=True, timeout=30, check=False)
             for name in names:
                 del os.environ[name]
 
 
 def _files(paths: Iterable[Path]) -> list[Path]:
-    found = []
+    """In the order of the paths; of a folder, the largest first, since they take longest."""
+    found: list[Path] = []
     for path in paths:
-        found += sorted(path.glob("test_*.py")) if path.is_dir() else [path]
-    # The largest take longest, and should not be the last ones to start.
-    return sorted((file for file in found if file.exists()), key=lambda file: -file.stat().st_size)
+        files = path.glob("test_*.py") if path.is_dir() else [path]
+        existing = [file for file in files if file.exists()]
+        found += sorted(existing, key=lambda file: (-file.stat().st_size, file))
+    return found
 
 
-def _run(file: Path, given: argparse.Namespace, began: float) -> Result | None:
+def _run(files: tuple[Path, ...], given: argparse.Namespace, began: float) -> Result | None:
     if given.until is not None and time.monotonic() - began > given.until:
         return None
-    options = ["--device", "cuda", "--backend", given.backend]
+    options = [*map(str, files), "--device", "cuda", "--backend", given.backend]
     if importlib.util.find_spec("pytest") is not None:
-        command = ["-m", "pytest", "-q", "-rfEs", "-p", "no:cacheprovider", str(file), *options]
+        command = ["-m", "pytest", "-q", "-rfEs", "-p", "no:cacheprovider", *options]
     else:
-        command = ["-m", "fullshard.testing", str(file), *options]
+        command = ["-m", "fullshard.testing", *options]
     started = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, *command],
@@ -144,15 +161,19 @@ def _run(file: Path, given: argparse.Namespace, began: float) -> Result | None:
         # Its ranks end with it.
         process.kill()
         output, _ = process.communicate()
-        return Result(file, None, time.monotonic() - started, output)
-    return Result(file, process.returncode, time.monotonic() - started, output)
+        return Result(files, None, time.monotonic() - started, output)
+    return Result(files, process.returncode, time.monotonic() - started, output)
+
+
+def _names(result: Result) -> str:
+    return " ".join(str(file.resolve().relative_to(ROOT)) for file in result.files)
 
 
 def _line(result: Result) -> str:
-    name = result.file.resolve().relative_to(ROOT)
     counts = ", ".join(f"{number} {word}" for word, number in result.counts.items())
     ended = "ran into its time limit" if result.status is None else counts or "ran no test"
-    return f"{'ok  ' if result.passed else 'FAIL'} {name}: {ended} ({result.seconds:.0f} s)"
+    verdict = "ok  " if result.passed else "FAIL"
+    return f"{verdict} {_names(result)}: {ended} ({result.seconds:.0f} s)"
 
 
 def _summarise(results: list[Result], left_out: int, seconds: float) -> int:
@@ -170,9 +191,9 @@ def _summarise(results: list[Result], left_out: int, seconds: float) -> int:
         for name in _FAILED.findall(result.output):
             print(f"FAILED {name[:200]}")
     if left_out:
-        print(f"{left_out} files were not started: the time was up")
+        print(f"{left_out} processes were not started: the time was up")
     broken = total["failed"] + total["error"]
-    print(f"{len(results)} files in {seconds:.0f} s")
+    print(f"{sum(len(result.files) for result in results)} files in {seconds:.0f} s")
     print(f"{total['passed']} passed, {broken} failed, {total['skipped']} skipped")
     return 1 if failed or left_out else 0
 

@@ -195,7 +195,11 @@ def test_replicas_of_hybrid_sharding_step_alike() -> None:
 @ranks(2)
 def test_offloaded_parameters_are_stepped() -> None:
     model = wrapped(cpu_offload=CPUOffload(offload_params=True))
-    train(model, whole(muon, model), reference(model, muon), range(3))
+    expected = reference(model, muon)
+    if device().type != "cpu":
+        # AdamW steps the others where their shards are, on the host.
+        expected.elsewhere = lambda name: not is_hidden_matrix(name, expected.parameters[name])
+    train(model, whole(muon, model), expected, range(3))
 
 
 @ranks(2)

@@ -66,9 +66,9 @@ class Odd(torch.optim.Optimizer):
         if not state:
             state["seen"], state["flag"] = 0, False
             state["count"] = torch.zeros((), dtype=torch.int64)
-            state["history"] = torch.zeros(parameter.shape[0] + 3)
+            state["history"] = torch.zeros(parameter.shape[0] + 3, device=parameter.device)
             state["nested"] = {"sums": [torch.zeros_like(parameter), 1.5, None], "table": {}}
-            state["nested"]["table"]["values"] = torch.ones(100)
+            state["nested"]["table"]["values"] = torch.ones(100, device=parameter.device)
         state["seen"] += 1
         state["flag"] = not state["flag"]
         state["count"] += 1
@@ -101,7 +101,8 @@ def test_state_of_any_form_is_stepped_saved_and_loaded_by_other_owners(how: Any)
         tree_leaves(resumed.state_dict()["state"]), tree_leaves(saved["state"]), strict=True
     ):
         if isinstance(given, torch.Tensor):
-            assert torch.equal(_local(loaded), _local(given).to(_local(loaded).dtype))
+            # As torch's own optimizers do, it takes state to the device of its parameters.
+            assert torch.equal(_local(loaded), _local(given).to(_local(loaded)))
         else:
             assert loaded == given
     train(model, resumed, expected, range(3, 5))
