@@ -5,7 +5,8 @@ Every implementation that is compared goes through the same group, so that what 
 costs the host (a Python call and a counter) is the same for all. Neither group moves data: a
 gathered buffer holds what its memory held before. So that matrices hold numbers like weights, as
 in training, and not zeros (which a GPU multiplies with less power, hence faster), ``fill`` has
-gathers write such numbers during the warm-up; memory blocks are used over and over, and keep them.
+gathers write such numbers in a step that is not timed; the next steps use the same blocks of
+memory, which keep them until the allocator gives them back.
 """
 
 from __future__ import annotations
@@ -119,14 +120,14 @@ class Instant(dist.ProcessGroup):
         self.calls += 1
         return self._done
 
-    def _gathered(self, outputs: Sequence[torch.Tensor]) -> None:
+    def _gathered(self, outputs: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
         if self.fill:
-            for output in outputs:
+            for output, piece in zip(outputs, pieces, strict=True):
                 if output.is_floating_point():
                     output.normal_(std=0.02)
-                elif output.dtype is torch.uint8:
-                    # Encoded numbers, which stay what they are where nothing is received.
-                    output.zero_()
+                elif output.dtype is torch.uint8 and output.numel() == self.size() * piece.numel():
+                    # Encoded numbers: all ranks send what this one sends.
+                    output.view(self.size(), -1).copy_(piece.clone().view(-1))
 
     def _reduced(self, outputs: Sequence[torch.Tensor]) -> None:
         if self.fill:
@@ -136,13 +137,13 @@ class Instant(dist.ProcessGroup):
     # -- what implementations call; torch 2.13 renamed half of it, so both names are here ----------
 
     def all_gather_single(self, output: torch.Tensor, piece: Any, *_: Any, **__: Any) -> Work:
-        self._gathered([output])
+        self._gathered([output], [piece])
         return self._launch([output])
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], pieces: Any, *_: Any, **__: Any
     ) -> Work:
-        self._gathered(outputs)
+        self._gathered(outputs, pieces)
         return self._launch(outputs)
 
     def reduce_scatter_single(

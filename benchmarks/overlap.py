@@ -100,7 +100,10 @@ class Contestant:
             of_replays: list[Any] = [None] * steps
         else:
             of_replays = [*traces]
+        # Memory that comes from the device anew is filled; a graph kept its own.
+        self.group.fill = isinstance(self.training, Training)
         self.training.step()
+        self.group.fill = False
         self._synchronize()
         started = time.perf_counter()
         for self.group.trace in of_replays:

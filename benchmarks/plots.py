@@ -1,7 +1,7 @@
 """Pictures of what the other benchmarks measured, from the JSON that they wrote.
 
-    python3 benchmarks/plots.py --step step.json --cpu cpu.json --overlap overlap.json \\
-        --growth growth.json --profile profile.json --folder docs/pictures
+    python3 benchmarks/plots.py --step step.json --capture capture.json --cpu cpu.json \\
+        --overlap overlap.json --growth growth.json --profile profile.json --folder docs/pictures
 
 Compares nothing itself; needs matplotlib. A file that is not given has no picture. The numbers of
 docs/performance.md are in docs/pictures/data, from which its pictures are drawn again:
@@ -35,6 +35,8 @@ COLORS = {
     "fullshard HYBRID_SHARD": "#a9d6e5",
     "fullshard fully_shard": "#014f86",
 }
+#: What is added to a row's name where its step is one CUDA graph.
+CAPTURED = " captured"
 #: Phases of the profile with less than this part of a step are drawn as one.
 SMALL = 0.01
 
@@ -43,6 +45,8 @@ def in_words(case: str) -> str:
     """A model and its ranks: "1.34B@8" is "1.34 B parameters, 8 ranks"."""
     size, _, ranks = case.partition("@")
     count = "1 rank" if ranks == "1" else f"{ranks} ranks"
+    if size == "llama":
+        return f"Llama of 1.1 B, {count}"
     return f"{size[:-1]} {size[-1]} parameters, {count}"
 
 
@@ -90,6 +94,32 @@ def draw_step(results: dict[str, Any]) -> Figure:
         bars(axes[0], {r: v["step ms"] for r, v in rows.items()}, title, time)
         bars(axes[1], {r: v["allocated GiB"] for r, v in rows.items()}, "", memory)
     legend_of(figure, rows_in(cases))
+    return figure
+
+
+def draw_capture(results: dict[str, Any]) -> Figure:
+    """Eager and captured steps side by side, in every case."""
+    cases = results["cases"]
+    figure, row_of_axes = pyplot.subplots(
+        1, len(cases), figsize=(max(2.8 * len(cases), 7), 3.6), squeeze=False, layout="constrained"
+    )
+    names = [name for name in rows_in(cases) if f"{name}{CAPTURED}" in cases[0]["rows"]]
+    for number, (case, axes) in enumerate(zip(cases, row_of_axes[0], strict=True)):
+        for captured, (suffix, alpha) in enumerate((("", 0.35), (CAPTURED, 1.0))):
+            drawn = axes.bar(
+                [place + 0.4 * captured for place in range(len(names))],
+                [case["rows"][name + suffix]["step ms"] for name in names],
+                width=0.4,
+                color=[COLORS[name] for name in names],
+                alpha=alpha,
+            )
+            axes.bar_label(drawn, fmt=three_digits, padding=2, fontsize="xx-small")
+        axes.set_title(in_words(case["case"]).replace(", ", ",\n"), fontsize="medium")
+        axes.set_ylabel("" if number else "ms per step: eager, captured")
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    legend_of(figure, names)
     return figure
 
 
@@ -203,6 +233,7 @@ def draw_ladder(results: dict[str, Any]) -> Figure:
 
 PICTURES: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "step": draw_step,
+    "capture": draw_capture,
     "cpu": draw_cpu,
     "overlap": draw_overlap,
     "growth": draw_growth,

@@ -193,8 +193,15 @@ class Contestant:
         }
 
     def round(self) -> dict[str, float | None]:
-        """Measure one turn; the first step, which gets the memory back, is not timed."""
+        """Measure one turn; the first step, which gets the memory back and fills it, is not timed.
+
+        A graph kept its memory and what is in it.
+        """
+        if self.group is not None:
+            self.group.fill = isinstance(self.training, Training)
         self.training.step()
+        if self.group is not None:
+            self.group.fill = False
         self._synchronize()
         started = time.perf_counter()
         self.training.step()

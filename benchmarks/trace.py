@@ -9,7 +9,8 @@ each rank. With --simulate, one process plays rank 0 of as many over a network o
 second (groups.py). "cost" is the median of the ratios of neighbouring rounds. "accounted for" is
 the part of a step that is a unit's or the optimizer's; "of the peak" compares the largest memory
 that the trace saw with the allocator's own peak. "of the profiler's" compares, on a GPU, the time
-in which the trace saw something compute with the kernels that torch's profiler saw.
+in which the trace saw something compute with the time in which torch's profiler saw kernels run, or
+less than GAP pass between two of them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -40,6 +42,8 @@ from fullshard.tracing.report import peak_of
 
 #: What a trace says of a device that computes.
 COMPUTING = (What.FORWARD, What.BACKWARD, What.COPY, What.OPTIMIZER, What.OUTSIDE)
+#: Microseconds for which a device that goes from one kernel to the next may do nothing.
+GAP = 20.0
 #: Kernels that communicate, or play a network, and compute nothing.
 MOVING = ("nccl", "memcpy", "memset")
 
@@ -149,14 +153,26 @@ def _beside_profiler(
         for _ in range(steps):
             training.step()
         torch.cuda.synchronize()
-    kernels = sum(
-        event.device_time_total
-        for event in profile.key_averages()
-        if not any(word in event.key.lower() for word in MOVING)
+    kernels = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type is torch.autograd.DeviceType.CUDA
+        and not any(word in event.name.lower() for word in MOVING)
     )
     by_kind = seconds_by_kind(own)
     traced = sum(by_kind.get(what, 0.0) for what in COMPUTING)
-    return 1e6 * steps * traced / kernels
+    return 1e6 * steps * traced / _covered(kernels)
+
+
+def _covered(kernels: list[tuple[float, float]]) -> float:
+    """How long any of them ran; they are in the order of their starts, in microseconds."""
+    covered, until = 0.0, -math.inf
+    for start, end in kernels:
+        if start - until < GAP:
+            start = until
+        covered += max(0.0, end - start)
+        until = max(until, end)
+    return covered
 
 
 def _round(training: Training, steps: int, device: torch.device, traced: bool) -> float:

@@ -203,6 +203,15 @@ def test_pictures_are_drawn_from_what_was_written(results: Any, tmp_path: Path) 
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_pictures_of_the_documents_are_drawn_from_their_data(tmp_path: Path) -> None:
+    data = ROOT / "docs" / "pictures" / "data"
+    process = start("plots", "--data", str(data), "--folder", str(tmp_path))
+    printed, _ = process.communicate(timeout=120)
+
+    assert process.returncode == 0, printed
+    assert {file.stem for file in tmp_path.glob("*.png")} == {file.stem for file in data.iterdir()}
+
+
 def test_another_version_of_fullshard_takes_turns_in_the_step_table(tmp_path: Path) -> None:
     source = tmp_path / "src"
     shutil.copytree(ROOT / "src" / "fullshard", source / "fullshard")

@@ -54,5 +54,11 @@ def counter_of(device: torch.device) -> Callable[[], InUse] | None:
     return in_use
 
 
+def forget_peak(device: torch.device) -> None:
+    """Have the allocator of ``device`` count its peak from now on, if it keeps one."""
+    if device.type != "cpu":
+        torch.get_device_module(device).reset_peak_memory_stats(device)
+
+
 def _host_in_use() -> InUse:
     return InUse(host_bytes_in_use())

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..engine.runtime.unit import Unit
-from .allocator import counter_of
+from .allocator import counter_of, forget_peak
 from .clocks import Mark
 from .records import Memory
 
@@ -60,6 +60,8 @@ class Meter:
         #: other models, libraries, the program itself.
         self._beside, self._most = 0, 0
         if self._in_use is not None:
+            # Or it would tell of no peak that an earlier step has reached, too.
+            forget_peak(device)
             now, self._most = self._in_use()
             self._beside = now - self._known()
 
