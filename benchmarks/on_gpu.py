@@ -48,7 +48,7 @@ class Stage:
 
 OURS = "--rows bare FSDP2 fullshard 'fullshard fully_shard'"
 SMALL = "--steps 3 --warmup 2"
-OVER_NCCL = "tests/over_nccl.py --jobs 8"
+OVER_NCCL = "tests/over_nccl.py --jobs 6"
 #: In each part, the stages that the others of it can do without come last.
 PARTS: dict[str, dict[str, Stage]] = {
     "speed": {

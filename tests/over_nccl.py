@@ -2,15 +2,17 @@
 
     PYTHONPATH=src python3 tests/over_nccl.py
     PYTHONPATH=src python3 tests/over_nccl.py tests/engine --jobs 4 --log log.txt
-    PYTHONPATH=src python3 tests/over_nccl.py --jobs 9 --together 4
+    PYTHONPATH=src python3 tests/over_nccl.py --jobs 5 --together 3
 
 A process runs a file, or a few with ``--together``, on ranks of its own (``fullshard.testing``,
 backend nccl), whose start takes as long as the tests of a small file. A file is run by pytest where
 that is installed, and by ``python -m fullshard.testing`` elsewhere, which skips tests that use
 fixtures. Ranks on one GPU take turns of a few milliseconds, in which NCCL's kernels wait for ranks
 that have none; where the machine has NVIDIA's Multi-Process Service, the program runs one of its
-own, under which they compute side by side: a file took 33 s instead of 83. The service takes 48
-processes at most, hence the number of jobs.
+own, under which they compute side by side: a file took 33 s instead of 83. While it runs, programs
+outside of it wait for the GPU for ever, and it for them; and a rank that is killed in the middle of
+a kernel, as those of a test that fails are, takes all others with it: of many failures, believe the
+first. The service takes 48 processes at most, hence the number of jobs.
 
 Prints a line for each process, then why tests were skipped, then which tests failed; ends with
 status 1 if any did, or if one ran into its time limit.
@@ -81,7 +83,7 @@ def main() -> int:
     )
     folders = [ROOT / "tests" / name for name in FOLDERS]
     parser.add_argument("paths", nargs="*", type=Path, default=folders, help="files and folders")
-    parser.add_argument("--jobs", type=int, default=5, help="files that run at a time")
+    parser.add_argument("--jobs", type=int, default=6, help="files that run at a time")
     parser.add_argument("--together", type=int, default=1, help="files that a process runs")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for a process")
     parser.add_argument("--until", type=float, help="start no process after this many seconds")
