@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -272,6 +273,43 @@ def test_a_slow_rank_is_marked_as_the_straggler() -> None:
     # It sleeps for 0.1 s in each step, and the other rank waits for that.
     assert 0.05 < found.seconds < 0.5
     assert "rank 1 is busy" in trace.summary()
+
+
+@each_api
+@ranks(2)
+def test_memory_that_is_released_a_unit_late_is_not_counted_for_longer(api: str) -> None:
+    # As on an accelerator: when one unit is resharded, the one before it gives its memory back.
+    sharded = APIS[api](width=64, blocks=9)
+    step, optimizer = stepper(sharded, width=64)
+    step()
+    units = list(units_in(sharded))
+    owed: list[Any] = []
+    for unit in units:
+        for handle in unit.handles:
+            for buffer in handle.full_buffers.values():
+                _release_late(buffer, owed)
+
+    with fullshard.trace(sharded, optimizer) as trace:
+        step()
+
+    (own,) = [t for t in trace.data.ranks if t.rank == dist.get_rank()]
+    block = 4 * (64 * 128 + 128 + 128 * 64 + 64)
+    assert max(m.unsharded for m in own.memory) <= 5 * block
+
+
+def _release_late(buffer: Any, owed: list[Any]) -> None:
+    release, allocate = buffer.release, buffer.allocate
+
+    def release_another() -> None:
+        for earlier in owed:
+            earlier()
+        owed[:] = [release]
+
+    def allocate_again() -> None:
+        owed[:] = [each for each in owed if each is not release]
+        allocate()
+
+    buffer.release, buffer.allocate = release_another, allocate_again
 
 
 @each_api

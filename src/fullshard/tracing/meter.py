@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..engine.runtime.unit import Unit
+from ..engine.runtime.unit import State, Unit
 from .allocator import counter_of, forget_peak
 from .clocks import Mark
 from .records import Memory
@@ -34,6 +34,9 @@ class _Sizes:
         self.total = 0
         self._of: dict[Unit, int] = {}
 
+    def of(self, unit: Unit) -> int:
+        return self._of.get(unit, 0)
+
     def set(self, unit: Unit, size: int) -> None:
         self.total += size - self._of.get(unit, 0)
         self._of[unit] = size
@@ -49,6 +52,8 @@ class Meter:
         self._state_sizes: dict[torch.optim.Optimizer, int] = {}
         self.shards = sum(self._size(h.shard_tensor) for unit in units for h in unit.handles)
         self._unsharded, self._reducing, self._gradients = _Sizes(), _Sizes(), _Sizes()
+        #: Units that were resharded and had their memory still when they were last looked at.
+        self._resharded: list[Unit] = []
         self._optimizer = 0
         #: The moment, and bytes: the optimizer's, gradients, unsharded, reducing, all in use.
         self._samples: list[tuple[Any, ...]] = []
@@ -77,8 +82,21 @@ class Meter:
 
     # -- what comes and goes --------------------------------------------------------------------
 
+    def note_resharded(self, unit: Unit) -> None:
+        """The unit was resharded. An accelerator may release its memory later."""
+        self._resharded.append(unit)
+        self._note_released()
+
+    def _note_released(self) -> None:
+        """Count units again that were resharded and had their memory still."""
+        waiting, self._resharded = self._resharded, []
+        for unit in waiting:
+            self.note_unsharded(unit)
+            if self._unsharded.of(unit) and unit.state is State.SHARDED:
+                self._resharded.append(unit)
+
     def note_unsharded(self, unit: Unit) -> None:
-        """The unit was unsharded or resharded."""
+        """The unit's full parameters, or a part of them, were given memory."""
         size = 0
         for handle in unit.handles:
             for buffer in handle.full_buffers.values():
@@ -148,6 +166,8 @@ class Meter:
         self._append(at, None)
 
     def _append(self, at: Mark, now: int | None) -> None:
+        if self._resharded:
+            self._note_released()
         self._samples.append(
             (
                 at,

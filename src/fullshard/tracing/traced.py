@@ -79,7 +79,7 @@ class TracedUnit(Unit):
         recorder, started = self.recorder, self.recorder.mark()
         super().reshard(late)
         recorder.add_work(self, started, What.RESHARD)
-        recorder.meter.note_unsharded(self)
+        recorder.meter.note_resharded(self)
 
 
 class TracedReduction(Reduction):
