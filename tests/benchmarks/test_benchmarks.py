@@ -273,7 +273,7 @@ def test_optimizers_of_whole_tensors_are_compared_over_every_network(results: An
     found = written["results"]["toy@2"]
     assert set(found) == {"0.0", "0.01"}
     for rows in found.values():
-        assert list(rows) == ["none", "AdamW", "Muon whole", "Muon by hand"]
+        assert list(rows) == ["none", "AdamW", "Muon whole", "Muon gathered", "Muon by hand"]
         for values in rows.values():
             assert values["step ms"] > 0
     assert {"exposed ms"} <= set(found["0.01"]["Muon whole"])

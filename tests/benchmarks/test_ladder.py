@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.marks import in_long_runs
 
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "ladder.py"
 ROW = "shard parameters as well"
@@ -36,6 +37,7 @@ def test_a_row_has_its_speed_and_the_memory_that_the_trainer_measured(tmp_path: 
     assert 3 * half < numbers["MiB"] < 8 * half
 
 
+@in_long_runs
 def test_a_planned_row_has_the_memory_that_the_command_predicts(tmp_path: Path) -> None:
     pytest.importorskip("typer")
 

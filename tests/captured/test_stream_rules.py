@@ -22,6 +22,7 @@ from tests.captured.capture_rules import (
     RuledStream,
     Working,
 )
+from tests.marks import in_long_runs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -193,7 +194,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=in_long_runs)])
 def test_streams_wait_for_each_other_in_low_precision_with_frozen_parameters(
     machine: Machine, strategy: str, ahead: bool
 ) -> None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
+from tests.marks import in_long_runs
 
 from fullshard.cli.launcher.launch import launch
 from fullshard.ports import reserve_port
@@ -176,7 +177,7 @@ def script(folder: Path, text: str) -> str:
     "options",
     [
         [],
-        ["--standalone"],
+        pytest.param(["--standalone"], marks=in_long_runs),
         ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{socket.gethostname()}:0"],
         ["--master-addr", socket.gethostname(), "--master-port", "0"],
     ],
@@ -215,7 +216,7 @@ def test_from_another_address_nothing_of_a_training_can_be_reached(reports: Path
         assert listeners(launcher.pid) == set()
 
 
-@pytest.mark.parametrize("backend", ["c10d", "static"])
+@pytest.mark.parametrize("backend", [pytest.param("c10d", marks=in_long_runs), "static"])
 def test_launchers_that_meet_at_an_address_listen_only_there(reports: Path, backend: str) -> None:
     files = [reports / f"here-{rank}" for rank in range(2)]
     program = script(reports, STAY)
@@ -284,6 +285,7 @@ def test_a_pickle_that_a_stranger_puts_into_the_store_of_the_launchers_is_not_lo
     assert "holds a pickle with pathlib.Path.touch in it" in line
 
 
+@in_long_runs
 def test_programs_join_a_group_in_every_way_and_again_also_when_they_are_restarted(
     reports: Path,
 ) -> None:

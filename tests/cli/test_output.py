@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.marks import in_long_runs
 
 import fullshard
 from fullshard.cli.trainer.run_folder import RunFolder
@@ -100,7 +101,12 @@ def device_that_is_full() -> Iterator[int]:
 
 
 @pytest.mark.parametrize(
-    "output", [pipe_that_is_read_once, terminal_that_closes, device_that_is_full]
+    "output",
+    [
+        pipe_that_is_read_once,
+        pytest.param(terminal_that_closes, marks=in_long_runs),
+        pytest.param(device_that_is_full, marks=in_long_runs),
+    ],
 )
 def test_output_that_cannot_be_written_ends_no_training(
     output: Destination, tmp_path: Path
@@ -149,6 +155,7 @@ def test_an_ascii_terminal_shows_what_it_can_of_a_training(tmp_path: Path) -> No
     assert f"{STEPS}/{STEPS} ".encode() in output
 
 
+@in_long_runs
 def test_a_terminal_that_cannot_draw_a_bar_has_lines(tmp_path: Path) -> None:
     heard: list[bytes] = []
 
@@ -161,6 +168,7 @@ def test_a_terminal_that_cannot_draw_a_bar_has_lines(tmp_path: Path) -> None:
     assert not [line for line in lines if "\x1b" in line]
 
 
+@in_long_runs
 def test_no_output_at_all_ends_no_training(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fullshard.cli.main", "train", "--name", "run", *TINY.split()]
     environment = {**os.environ, "PYTHONPATH": str(Path(fullshard.__file__).parents[1])}

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.marks import in_long_runs
 from torch import nn
 
 from fullshard.cli.options import Options
@@ -251,6 +252,7 @@ def options_of(candidates: list[Candidate]) -> list[Options]:
     return [each.options for each in candidates]
 
 
+@in_long_runs
 def test_what_is_found_fits_and_is_faster_than_what_was_passed_over() -> None:
     found = best_that_fit(question(4 * 2**30))
 
@@ -263,6 +265,7 @@ def test_what_is_found_fits_and_is_faster_than_what_was_passed_over() -> None:
     assert best.memory == alone.total
 
 
+@in_long_runs
 def test_with_more_memory_nothing_gets_slower() -> None:
     def speed(gib: float) -> float:
         found: list[Candidate] = best_that_fit(question(int(gib * 2**30)))
@@ -271,6 +274,7 @@ def test_with_more_memory_nothing_gets_slower() -> None:
     assert speed(2) <= speed(8) <= speed(40)
 
 
+@in_long_runs
 def test_options_that_are_given_stay_as_they_are() -> None:
     found = best_that_fit(question(8 * 2**30, strategy="shard_grad_op", batch=16))
 

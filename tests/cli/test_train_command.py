@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.run
+from tests.marks import in_long_runs
 
 import fullshard
 from fullshard.cli.main import main
@@ -166,6 +167,7 @@ def test_with_restarts_a_run_goes_on_from_the_newest_checkpoint_that_is_whole(
     assert [line["step"] for line in metrics] == [*range(1, 61)]
 
 
+@in_long_runs
 def test_a_finished_run_says_so_and_is_extended_when_asked(
     here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.marks import in_long_runs
 
 import fullshard
 from fullshard.ports import reserve_port
@@ -78,7 +79,7 @@ def test_a_run_that_was_asked_to_leave_saves_and_goes_on_with_the_same_losses(
     assert losses_in(before, after) == losses_in(whole)
 
 
-@pytest.mark.skipif("FULLSHARD_LONG" not in os.environ, reason="takes long: set FULLSHARD_LONG=1")
+@in_long_runs
 def test_ranks_that_a_scheduler_signals_as_well_as_their_launcher_still_save(
     tmp_path: Path,
 ) -> None:
@@ -97,6 +98,7 @@ def test_ranks_that_a_scheduler_signals_as_well_as_their_launcher_still_save(
     assert saved.step == len(losses_in(output))
 
 
+@in_long_runs
 def test_when_one_of_two_hosts_is_asked_to_leave_both_leave_and_neither_starts_again(
     tmp_path: Path,
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.marks import in_long_runs
 
 import fullshard
 
@@ -43,7 +44,7 @@ def losses_of_one_process(workers: int, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.skipif("FULLSHARD_LONG" not in os.environ, reason="takes long: set FULLSHARD_LONG=1")
+@in_long_runs
 def test_two_workers_of_ray_train_as_one_process_and_save(tmp_path: Path) -> None:
     words = ["--folder", str(tmp_path), "--steps", "4", "--save-every", "2"]
     environment = {**os.environ, "RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.cluster.hosts import why_not
 from tests.cluster.slurm import COMMANDS, Slurm, slurm
+from tests.marks import in_long_runs
 
 import fullshard
 
@@ -35,7 +35,7 @@ def losses_in(log: Path) -> dict[int, str]:
     return {int(step): loss for step, loss in re.findall(r"^step (\d+) loss (\S+)$", said, re.M)}
 
 
-@pytest.mark.skipif("FULLSHARD_LONG" not in os.environ, reason="takes long: set FULLSHARD_LONG=1")
+@in_long_runs
 def test_a_job_on_two_nodes_that_slurm_signals_saves_is_requeued_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 import torch
 from tests.cluster import program
 from tests.cluster.hosts import TwoHosts, two_hosts, why_not
+from tests.marks import in_long_runs
 
 _REASON = why_not()
 pytestmark = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
@@ -22,9 +22,6 @@ PROGRAM = str(Path(program.__file__).resolve())
 PORT = 29400
 #: Seconds that ranks take to import torch and to meet, on a machine that does much else.
 STARTING = 300.0
-LONG = pytest.mark.skipif(
-    "FULLSHARD_LONG" not in os.environ, reason="takes long: set FULLSHARD_LONG=1"
-)
 
 
 @pytest.fixture
@@ -199,7 +196,7 @@ def test_without_a_network_every_rank_ends_and_the_missing_hosts_are_named(
         assert processes_on(host.namespace) == []
 
 
-@LONG
+@in_long_runs
 @pytest.mark.parametrize("meet", [at_a_store, by_number])
 def test_a_run_with_restarts_goes_on_from_its_checkpoint_when_the_network_is_back(
     hosts: TwoHosts, tmp_path: Path, meet: Callable[..., Callable[[int], list[str]]]
@@ -220,6 +217,7 @@ def test_a_run_with_restarts_goes_on_from_its_checkpoint_when_the_network_is_bac
     assert 1 < again <= steps_before + 1  # not from the beginning
 
 
+@in_long_runs
 def test_a_host_whose_ranks_fail_because_others_did_says_what_failed_there(
     hosts: TwoHosts, tmp_path: Path
 ) -> None:
@@ -241,7 +239,7 @@ def test_a_host_whose_ranks_fail_because_others_did_says_what_failed_there(
     assert cause in second.splitlines()
 
 
-@LONG
+@in_long_runs
 def test_a_folder_that_each_host_has_for_itself_makes_a_save_fail_on_all_of_them(
     hosts: TwoHosts, tmp_path: Path
 ) -> None:

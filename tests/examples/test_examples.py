@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.marks import in_long_runs
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -74,7 +75,9 @@ def test_adapters_beside_quantised_weights_learn_as_in_one_process(printed: Prin
     assert merged == pytest.approx(beside, rel=0.05)
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/index.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", pytest.param("docs/index.md", marks=in_long_runs)]
+)
 def test_the_first_example_of_a_document_runs_as_it_says(document: str, tmp_path: Path) -> None:
     text = (EXAMPLES.parent / document).read_text(encoding="utf-8")
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL)

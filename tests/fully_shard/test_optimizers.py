@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import random
 import weakref
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from tests.fully_shard.side_by_side import (
     train,
     whole,
 )
+from tests.marks import in_long_runs
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -313,7 +313,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.skipif("FULLSHARD_LONG" not in os.environ, reason="takes long: set FULLSHARD_LONG=1")
+@in_long_runs
 @ranks(2)
 def test_every_way_to_step_is_that_of_whole_tensors() -> None:
     for name, options in WAYS:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.marks import in_long_runs
 from tests.optim.training import (
     Counting,
     Shampoo,
@@ -39,21 +40,31 @@ from fullshard.testing import ranks, run_on_ranks
 FULL_SHARD = ShardingStrategy.FULL_SHARD
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 HOW = [FULL_SHARD, InPlace.RESHARD]
-SIZES_AND_HOW = [(2, InPlace.RESHARD), (3, FULL_SHARD), (4, FULL_SHARD)]
 STEPS = 200
 
 
-@pytest.mark.parametrize(("size", "how"), SIZES_AND_HOW)
+def sizes_and_how(*always: int) -> Any:
+    """Runs on 2, 3 and 4 ranks, of which those on other numbers than these are long ones."""
+    return pytest.mark.parametrize(
+        ("size", "how"),
+        [
+            pytest.param(size, how, marks=() if size in always else in_long_runs)
+            for size, how in ((2, InPlace.RESHARD), (3, FULL_SHARD), (4, FULL_SHARD))
+        ],
+    )
+
+
+@sizes_and_how(2, 4)
 def test_two_hundred_steps_of_muon_are_those_of_one_process(size: int, how: Any) -> None:
     run_on_ranks(size, many_steps, how, muon, is_hidden_matrix)
 
 
-@pytest.mark.parametrize(("size", "how"), SIZES_AND_HOW)
+@sizes_and_how(3)
 def test_two_hundred_steps_of_shampoo_are_those_of_one_process(size: int, how: Any) -> None:
     run_on_ranks(size, many_steps, how, Shampoo, is_hidden_matrix)
 
 
-@pytest.mark.parametrize(("size", "how"), SIZES_AND_HOW)
+@sizes_and_how(3)
 def test_two_hundred_steps_of_8_bit_adamw_are_those_of_one_process(size: int, how: Any) -> None:
     pytest.importorskip("bitsandbytes")
     run_on_ranks(size, many_steps, how, adamw8bit, everything)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.marks import in_long_runs
 from tests.testing.processes import MarkedProcess, needs_pytest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -45,6 +46,7 @@ def leftover_files(folder: Path) -> list[str]:
     return [name for name in os.listdir(folder) if name.startswith("fullshard-ranks-")]
 
 
+@in_long_runs
 @needs_pytest
 def test_nothing_is_left_after_an_ordinary_run(tmp_path: Path) -> None:
     session = start(tmp_path, QUICK, PYTEST)
@@ -66,6 +68,7 @@ def test_nothing_is_left_after_control_c(tmp_path: Path) -> None:
     assert leftover_files(tmp_path) == []
 
 
+@in_long_runs
 @needs_pytest
 def test_nothing_is_left_after_control_c_in_pytest(tmp_path: Path) -> None:
     session = start(tmp_path, ENDLESS, PYTEST)

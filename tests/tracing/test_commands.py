@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.marks import in_long_runs
+
 PROGRAM = """
 import torch, torch.distributed as dist
 from torch import nn
@@ -59,6 +61,7 @@ def test_train_leaves_a_page_beside_its_checkpoints_that_compares_with_the_plan(
     assert json.loads((tmp_path / "runs/run-1/trace.json").read_text())["traceEvents"]
 
 
+@in_long_runs
 def test_a_run_that_ends_before_the_first_traced_step_says_so_and_is_saved(tmp_path: Path) -> None:
     done = fullshard_command(
         tmp_path, "train", "--device", "cpu", "--ranks", "1", "--layers", "1", "--sample", "0",
@@ -126,6 +129,7 @@ def test_a_program_of_torchs_fsdp2_that_accumulates_is_traced_unchanged(tmp_path
         assert min(moment[2] for moment in rank["memory"]) > 0  # AdamW's state is there
 
 
+@in_long_runs
 def test_a_program_that_ends_too_early_is_told_why_there_is_no_trace(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM.replace("STEPS", "5"))
 
