@@ -14,6 +14,7 @@ Note: one node for life
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
 
 #: An autograd node without inputs; constructing one uses up a sequence number.
 _AnyNode = torch._C._functions.UndefinedGrad
+
+#: Seconds for which a backward that has raised may still be cleaned up, by another thread.
+_PATIENCE = 0.5
+#: How long to leave the processor to that thread.
+_PAUSE = 1e-4
 
 Receiver = Callable[[tuple[torch.Tensor | None, ...]], None]
 
@@ -172,6 +178,13 @@ def refuse_compiled_backward() -> None:
             "another order than autograd does. Leave torch._dynamo.config.compiled_autograd at "
             "False: torch.compile compiles the backward without it, too"
         )
+
+
+def wait_while(is_running: Callable[[], bool]) -> None:
+    """Return when a backward that another thread cleans up is over, or patience is."""
+    deadline = time.monotonic() + _PATIENCE
+    while is_running() and time.monotonic() < deadline:
+        time.sleep(_PAUSE)
 
 
 class BackwardEnd:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -22,7 +21,14 @@ from ..comm.streams import HostStreams
 from ..grads.gradients import Gradients
 from ..grads.reduction import Reduction, settle_all
 from ..grads.user_hooks import run_hooks_of_all
-from .autograd import BackwardEnd, graph_task, in_backward, is_handed_out, refuse_compiled_backward
+from .autograd import (
+    BackwardEnd,
+    graph_task,
+    in_backward,
+    refuse_compiled_backward,
+    wait_while,
+)
+from .made_graphs import MadeGraph, PendingGraphs
 from .policy import Policy
 from .residency import Reason, Residency, UnshardedUnits
 from .step_state import ForwardCall
@@ -31,15 +37,6 @@ from .untraced import untraced
 
 if TYPE_CHECKING:
     from ..join.joining import Joining
-
-#: Seconds for which a backward that has raised may still be cleaned up, by another thread.
-_PATIENCE = 0.5
-#: How long to leave the processor to that thread.
-_PAUSE = 1e-4
-
-
-class _MadeGraph:
-    """A graph that a backward made (``create_graph``); its nodes hold it."""
 
 
 class Backward:
@@ -66,10 +63,9 @@ class Backward:
         self._creates_graph = False
         #: True if the running backward keeps its graph for another one (``retain_graph``).
         self._keeps_graph = False
-        #: The graph that the running backward creates (``create_graph``), and all created graphs
-        #: that are alive and that no backward without ``retain_graph`` has gone through.
-        self._made: _MadeGraph | None = None
-        self._pending_graphs: weakref.WeakSet[_MadeGraph] = weakref.WeakSet()
+        #: The graph that the running backward creates (``create_graph``), and others.
+        self._made: MadeGraph | None = None
+        self._pending_graphs = PendingGraphs()
         self._since_pass = False
         self._breaking_off = threading.RLock()
         #: The forwards that a backward will come through; last come, first reached.
@@ -111,15 +107,11 @@ class Backward:
     ) -> None:
         """A gradient reached an output of the unit: it needs its parameters."""
         if unit.summoned:
-            raise ValueError(
-                f"Backward of unit {unit.name!r} inside summon_full_params: expected to be in "
-                "states [<TrainingState.IDLE: 1>] but current state is "
-                "TrainingState.SUMMON_FULL_PARAMS. Run it before, or after, the context"
-            )
+            unit.refuse_backward()
         if not self._unsharded.in_backward:
             self._begin()
         if self._made is not None:
-            self._watch(self._made, found)
+            self._pending_graphs.watch(self._made, found)
         if not self._policy.reduces_at_once and (self._pending or self._in_flight):
             with torch.no_grad():
                 self._carry_out_reduce()
@@ -138,7 +130,7 @@ class Backward:
             unit.show_sharded()
         is_shown = unit.shows_full and unit.state is State.UNSHARDED
         if is_shown and unit.full_precision == full_precision:
-            _check_unchanged(unit)
+            unit.check_unchanged()
         if residency.reason is Reason.AWAITS_BACKWARD and unit.was_changed_since(
             residency.versions
         ):
@@ -182,30 +174,12 @@ class Backward:
         self._since_pass = True
         self._creates_graph = torch.is_grad_enabled()
         self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        self._made = _MadeGraph() if self._creates_graph else None
+        self._made = MadeGraph() if self._creates_graph else None
         self._number += 1
         self._cursor = len(self._passed)
         BackwardEnd(self._finish, functools.partial(self._break_off, self._number))
         if self._joining is not None:
             self._joining.begin_backward()
-
-    def _watch(self, graph: _MadeGraph, found: Any) -> None:
-        """Learn when another backward goes through ``graph``, of which ``found`` are gradients.
-
-        A gradient without ``grad_fn`` cannot be hooked. If none has one, the graph does not count
-        as pending, and pins no unit in the next backward.
-        """
-        hook = functools.partial(self._go_through, graph)
-        for gradient in found if isinstance(found, tuple) else (found,):
-            node = None if gradient is None else gradient.grad_fn
-            if node is not None and not is_handed_out(gradient):
-                self._pending_graphs.add(graph)
-                node.register_prehook(hook)
-
-    @untraced
-    def _go_through(self, graph: _MadeGraph, _: Any) -> None:
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            self._pending_graphs.discard(graph)
 
     # -- in the middle ------------------------------------------------------------------------
 
@@ -274,7 +248,7 @@ class Backward:
         """True if a backward that follows needs the full parameters in the memory they are in."""
         if self._creates_graph or residency.reason is not Reason.PINNED:
             return self._creates_graph
-        return self._keeps_graph or len(self._pending_graphs) > 0
+        return self._keeps_graph or bool(self._pending_graphs)
 
     def _carry_out_reduce(self) -> None:
         """On a host, reduce the gradients that are staged; on an accelerator, complete that.
@@ -390,13 +364,11 @@ class Backward:
         """Return when a backward that raised is cleaned up: see ``_break_off``.
 
         A backward that another thread still runs looks the same as one that raised, so the wait
-        ends after ``_PATIENCE`` seconds.
+        ends after half a second.
         """
         if in_backward():
             return
-        deadline = time.monotonic() + _PATIENCE
-        while self.is_running and time.monotonic() < deadline:
-            time.sleep(_PAUSE)
+        wait_while(lambda: self.is_running)
         # Until nobody is in the middle of it.
         with self._breaking_off:
             pass
@@ -425,13 +397,3 @@ class Backward:
         self._ahead.clear()
         self._unsharded.end_backward(self._pins)
         self._streams.end_pass()
-
-
-def _check_unchanged(unit: Unit) -> None:
-    if not unit.shows_what_it_unsharded():
-        unit.forget_views()
-        raise AssertionError(
-            "FSDP does not support changing the parameters between forward and backward "
-            f"(unit {unit.name!r} under {unit.options.strategy}); change them after backward, "
-            "or use a strategy that frees parameters after forward"
-        )

@@ -24,7 +24,7 @@ from .outputs import Inputs, SideOutputs, entries, hook_entries, hook_handed_on
 from .policy import AfterForward, policy_for
 from .pytrees import replace_tensors, tensors_in
 from .residency import Reason, UnshardedUnits
-from .step_state import ForwardCall, StepState
+from .step_state import ForwardCall, StepState, tell_enclosing
 from .unit import State, Unit
 from .untraced import untraced
 from .user_requests import UserRequests
@@ -85,30 +85,6 @@ class Schedule(UserRequests):
         """True if a forward has ended."""
         return bool(self._previous_order) or (bool(self._order) and self.depth == 0)
 
-    def rest(self, unit: Unit | None = None) -> None:
-        """Bring one unit, or all, back to sharded between steps."""
-        if not in_backward():
-            self._backward.break_off()
-        for other in [unit] if unit is not None else self._unsharded.all():
-            self._unsharded.keep_changes_and_reshard(other)
-        self._unsharded.drop_parts()
-        self._streams.settle()
-        # The next operation may all-gather, and has to wait for an optimizer step that may still
-        # run on the compute stream.
-        self._streams.gather_after_compute()
-
-    def await_clean_up(self) -> None:
-        """Wait, for half a second at most, until a backward that raised is cleaned up."""
-        self._backward.await_clean_up()
-
-    def wait_until_idle(self) -> bool:
-        """True if no forward and no backward is running, once one that raised is cleaned up.
-
-        May block for up to half a second, while another thread cleans up.
-        """
-        self.await_clean_up()
-        return self.is_idle
-
     # -- forward ------------------------------------------------------------------------------
 
     @untraced
@@ -125,7 +101,7 @@ class Schedule(UserRequests):
         state, residency = self._states[unit], self._residencies[unit]
         state.active += 1
         if unit.summoned:
-            self._check_summoned(unit)
+            unit.check_summoned()
             return None
         self._order.append(unit)
         if not unit.shows_full:
@@ -218,7 +194,7 @@ class Schedule(UserRequests):
             aside = side_outputs.made_since(birth, inputs)
             if aside:
                 tracked += aside
-                self._tell_enclosing(unit, aside)
+                tell_enclosing(self._states, unit, aside)
         if tracked:
             hook = functools.partial(
                 self._backward.on_output_gradient, unit, unit.full_precision, call
@@ -328,22 +304,8 @@ class Schedule(UserRequests):
                 # here, before the user can change offloaded shards that are still being read.
                 self._streams.host_after_gathers()
 
-    def _check_summoned(self, unit: Unit) -> None:
-        if torch.is_grad_enabled() and unit.has_trainable:
-            raise RuntimeError(
-                f"Forward of unit {unit.name!r} inside summon_full_params would leave its "
-                "gradients unreduced; run it under torch.no_grad(), or outside of the context"
-            )
-
     def _watch_side_outputs(self, unit: Unit) -> SideOutputs:
         return self._states[unit].keep_side_outputs(SideOutputs(unit, self._modules))
-
-    def _tell_enclosing(self, unit: Unit, aside: list[torch.Tensor]) -> None:
-        """Let the unit around ``unit`` know by which tensors autograd may enter both of them."""
-        others = (p for other, p in self._states.items() if other is not unit and p.active)
-        enclosing = max(others, key=lambda state: state.birth, default=None)
-        if enclosing is not None and enclosing.side_outputs is not None:
-            enclosing.side_outputs.note(aside)
 
     def join(self, joining: Joining | None) -> None:
         """Have ranks that run out of data told of what is done, or no longer."""
@@ -428,11 +390,5 @@ class Schedule(UserRequests):
         call = ForwardCall()
         # The outputs' hooks hold the call, and so it lasts as long as the forward's graph.
         hook = functools.partial(self._backward.on_input_gradients, unit, weakref.ref(call))
-        if len(tensors) == 1:
-            # A view that was changed in place gets its node when it is asked for one; without,
-            # torch 2.13 ends the process.
-            _ = tensors[0].grad_fn
-            call.keep(tensors[0].register_hook(hook))
-        else:
-            call.keep(torch.autograd.graph.register_multi_grad_hook(tensors, hook))
+        call.ask(tensors, hook)
         return call

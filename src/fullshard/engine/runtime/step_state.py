@@ -5,10 +5,14 @@ The reason why a unit is unsharded is in ``residency.py``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 if TYPE_CHECKING:
     from .outputs import SideOutputs
+    from .unit import Unit
 
 
 class ForwardCall:
@@ -28,9 +32,15 @@ class ForwardCall:
         #: other units, do), so the hooks are removed with the graph.
         self.asking: Any = None
 
-    def keep(self, asking: Any) -> None:
-        """Remove the hooks on inputs when this object is deleted."""
-        self.asking = asking
+    def ask(self, inputs: Sequence[torch.Tensor], hook: Callable[[Any], None]) -> None:
+        """Have ``hook`` called when all ``inputs`` have gradients, until this object is deleted."""
+        if len(inputs) == 1:
+            # A view that was changed in place gets its node when it is asked for one; without,
+            # torch 2.13 ends the process.
+            _ = inputs[0].grad_fn
+            self.asking = inputs[0].register_hook(hook)
+        else:
+            self.asking = torch.autograd.graph.register_multi_grad_hook(inputs, hook)
 
     def __del__(self) -> None:
         if self.asking is not None:
@@ -101,3 +111,11 @@ class StepState:
         """The whole backward is over: nothing is held any more."""
         self.close()
         self.held = False
+
+
+def tell_enclosing(states: Mapping[Unit, StepState], unit: Unit, aside: list[torch.Tensor]) -> None:
+    """Let the unit around ``unit`` know by which tensors autograd may enter both of them."""
+    others = (state for other, state in states.items() if other is not unit and state.active)
+    enclosing = max(others, key=lambda state: state.birth, default=None)
+    if enclosing is not None and enclosing.side_outputs is not None:
+        enclosing.side_outputs.note(aside)

@@ -275,6 +275,24 @@ class Unit(UnitBase):
             )
         )
 
+    def check_summoned(self) -> None:
+        """Raise an error if the forward of this unit, which is summoned, would have gradients."""
+        if torch.is_grad_enabled() and self.has_trainable:
+            raise RuntimeError(
+                f"Forward of unit {self.name!r} inside summon_full_params would leave its "
+                "gradients unreduced; run it under torch.no_grad(), or outside of the context"
+            )
+
+    def check_unchanged(self) -> None:
+        """Raise an error if full parameters were replaced that a backward is about to use."""
+        if not self.shows_what_it_unsharded():
+            self.forget_views()
+            raise AssertionError(
+                "FSDP does not support changing the parameters between forward and backward "
+                f"(unit {self.name!r} under {self.options.strategy}); change them after backward, "
+                "or use a strategy that frees parameters after forward"
+            )
+
     # -- changes by the user --------------------------------------------------------------------
 
     def remember_values(self) -> None:

@@ -1,4 +1,4 @@
-"""``unshard()`` and ``reshard()``: units that the user unshards and reshards."""
+"""``unshard()`` and ``reshard()``: units that the user unshards, reshards, or wants at rest."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..comm.streams import HostStreams
+from .autograd import in_backward
 from .backward import Backward
 from .policy import Policy
 from .residency import Reason, Residency, UnshardedUnits
@@ -32,9 +33,31 @@ class UserRequests:
 
         @property
         def is_idle(self) -> bool: ...
-        def await_clean_up(self) -> None: ...
-        def wait_until_idle(self) -> bool: ...
         def _note_capture(self) -> None: ...
+
+    def rest(self, unit: Unit | None = None) -> None:
+        """Bring one unit, or all, back to sharded between steps."""
+        if not in_backward():
+            self._backward.break_off()
+        for other in [unit] if unit is not None else self._unsharded.all():
+            self._unsharded.keep_changes_and_reshard(other)
+        self._unsharded.drop_parts()
+        self._streams.settle()
+        # The next operation may all-gather, and has to wait for an optimizer step that may still
+        # run on the compute stream.
+        self._streams.gather_after_compute()
+
+    def await_clean_up(self) -> None:
+        """Wait, for half a second at most, until a backward that raised is cleaned up."""
+        self._backward.await_clean_up()
+
+    def wait_until_idle(self) -> bool:
+        """True if no forward and no backward is running, once one that raised is cleaned up.
+
+        May block for up to half a second, while another thread cleans up.
+        """
+        self.await_clean_up()
+        return self.is_idle
 
     def unshard(self, unit: Unit) -> None:
         """Begin to all-gather a unit ahead of its use; inside a pass, this is a prefetch."""
