@@ -15,6 +15,7 @@ import operator
 import weakref
 from collections.abc import Sequence
 from itertools import chain
+from typing import NoReturn
 
 import torch
 
@@ -282,6 +283,14 @@ class Unit(UnitBase):
                 f"Forward of unit {self.name!r} inside summon_full_params would leave its "
                 "gradients unreduced; run it under torch.no_grad(), or outside of the context"
             )
+
+    def refuse_backward(self) -> NoReturn:
+        """The backward has come to this unit, which is summoned."""
+        raise ValueError(
+            f"Backward of unit {self.name!r} inside summon_full_params: expected to be in "
+            "states [<TrainingState.IDLE: 1>] but current state is "
+            "TrainingState.SUMMON_FULL_PARAMS. Run it before, or after, the context"
+        )
 
     def check_unchanged(self) -> None:
         """Raise an error if full parameters were replaced that a backward is about to use."""
