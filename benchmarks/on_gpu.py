@@ -2,11 +2,10 @@
 
     PYTHONPATH=src python3 benchmarks/on_gpu.py --list
     PYTHONPATH=src python3 benchmarks/on_gpu.py --part speed --folder results --before earlier/src
-    PYTHONPATH=src python3 benchmarks/on_gpu.py --only capture step --seconds 540
+    PYTHONPATH=src python3 benchmarks/on_gpu.py --only trace faults --seconds 540
 
-A part takes nine minutes at most, so that a machine can be shared. The first three have the figures
-that are asked for most, in 27 minutes; the others are more of the same, and the tests over NCCL. A
-part's stages run one after the other, the most important ones first. Each is a process of its own
+A part takes nine minutes at most, so that a machine can be shared. A part's stages run one after
+the other, the most important ones first. Each is a process of its own
 with a time limit; what it prints is shown when it ends, and kept in the folder beside its JSON and
 pictures. No stage begins that would end after ``--seconds``: it gets what is left, if that is at
 least half of its limit. With ``--before``, a step of the fullshard in that folder is measured in
@@ -46,57 +45,49 @@ class Stage:
     writes_json: bool = True
 
 
-OURS = "--rows bare FSDP2 fullshard 'fullshard fully_shard'"
-SMALL = "--steps 3 --warmup 2"
-OVER_NCCL = "tests/over_nccl.py --jobs 6"
+OVER_NCCL = "tests/over_nccl.py --jobs 6 --log {folder}/nccl.txt"
 #: In each part, the stages that the others of it can do without come last.
 PARTS: dict[str, dict[str, Stage]] = {
     "speed": {
         "step": Stage(
-            f"benchmarks/step.py {OURS} {SMALL} --rounds 6 --cases 184M@64 1.34B@8 1.34B@64 "
-            "--seconds 220",
-            250,
+            "benchmarks/step.py --capture --cases 184M@64 1.34B@8 1.34B@64 llama@8 --steps 3 "
+            "--warmup 2 --rounds 8 --seconds 320",
+            365,
         ),
-        "capture": Stage(
-            f"benchmarks/step.py --capture {SMALL} --rounds 5 --seconds 250",
-            280,
-        ),
-    },
-    "wire": {
-        "nccl-captured": Stage(f"{OVER_NCCL} tests/captured --limit 160", 170, False),
         "encoded": Stage(
             "benchmarks/overlap.py --rows fullshard 'fullshard int8' --capture "
             "--bandwidths 100 50 800 --rounds 2 --steps 2 --warmup 2 --seconds 110",
-            200,
-        ),
-        "whole-tensors": Stage(
-            "benchmarks/whole_tensors.py --rounds 4 --steps 2 --seconds 120", 150
+            145,
         ),
     },
-    "clusters": {
-        "trace": Stage(
-            "benchmarks/trace.py --simulate 64 --bandwidth 100 --page {folder}/trace.html", 90
-        ),
+    "engine": {
+        "nccl-engine": Stage(f"{OVER_NCCL} tests/engine tests/grad --until 290", 330, False),
         "faults": Stage(
             "benchmarks/faults.py --backend nccl --ranks 2 4 8 --limit 45 --seconds 190", 200
         ),
-        "optimizer": Stage("benchmarks/optimizer_step.py --model 1.34B --rounds 10", 50),
-        "encoding": Stage("benchmarks/encoding.py --device cuda --mebi 64", 30),
-        "nccl-optim": Stage(f"{OVER_NCCL} tests/optim --until 60 --limit 140", 150, False),
+    },
+    "models": {
+        "nccl-models": Stage(f"{OVER_NCCL} tests/hazards tests/original --until 230", 270, False),
+        "nccl-state": Stage(f"{OVER_NCCL} tests/state --until 230", 270, False),
     },
     "sights": {
-        "overlap": Stage(f"benchmarks/overlap.py --rounds 2 {SMALL} --seconds 180", 280),
-        "profile": Stage("benchmarks/profile_step.py --case 184M@64", 60),
-        "nccl-tracing": Stage(f"{OVER_NCCL} tests/tracing --limit 180", 190, False),
+        "trace": Stage(
+            "benchmarks/trace.py --simulate 64 --bandwidth 100 --rounds 20 "
+            "--page {folder}/trace.html",
+            80,
+        ),
+        "programs": Stage("-m tests.compat.fully_shard_side_by_side", 120, False),
+        "whole-tensors": Stage("benchmarks/whole_tensors.py --rounds 3 --steps 2 --seconds 45", 70),
+        "optimizer": Stage("benchmarks/optimizer_step.py --model 1.34B --rounds 10", 30),
+        "encoding": Stage("benchmarks/encoding.py --device cuda --mebi 64", 20),
+        "profile": Stage("benchmarks/profile_step.py --case 184M@64", 30),
+        "nccl-captured": Stage(f"{OVER_NCCL} tests/captured tests/optim", 150, False),
     },
-    "nccl-engine": {
-        "nccl-engine": Stage(f"{OVER_NCCL} tests/engine tests/grad --until 400", 530, False),
-    },
-    "nccl-models": {
-        "nccl-models": Stage(f"{OVER_NCCL} tests/hazards tests/original --until 400", 530, False),
-    },
-    "nccl-state": {
-        "nccl-state": Stage(f"{OVER_NCCL} tests/fully_shard tests/state --until 400", 530, False),
+    "apis": {
+        "nccl-fully-shard": Stage(f"{OVER_NCCL} tests/fully_shard --until 230", 270, False),
+        "overlap": Stage(
+            "benchmarks/overlap.py --rounds 2 --steps 3 --warmup 2 --seconds 180", 270
+        ),
     },
     "learning": {
         # A run that the limit cuts off goes on from its last checkpoint when the part is run again.
