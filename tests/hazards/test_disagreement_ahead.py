@@ -52,7 +52,7 @@ def begin(agreement: Agreement) -> None:
 def issue(agreement: Agreement, group: Any) -> torch.Tensor:
     """Start a collective, and go on at once, as a host does whose device waits for it."""
     tensor = torch.ones(3)
-    agreement.issued = group.allreduce([tensor])
+    agreement.issued.last = group.allreduce([tensor])
     return tensor
 
 
@@ -91,7 +91,7 @@ def test_a_collective_for_which_nobody_comes_for_long_completes_when_it_comes() 
         time.sleep(5 * PATIENCE)
     agreement.check(GATHERS[0])
     tensor = issue(agreement, group)
-    agreement.issued.wait()
+    agreement.issued.last.wait()
     agreement.check(GATHERS[1])
     assert tensor.tolist() == [3.0] * 3
     assert watcher.is_alive()
@@ -117,7 +117,7 @@ def test_a_collective_that_failed_is_one_for_which_others_are_looked_for() -> No
         agreement.inquiry.depart("ValueError: this rank's own data")
         watcher.join(timeout=20)
     else:
-        agreement.issued = _Failed()
+        agreement.issued.last = _Failed()
         watcher.join(timeout=20)
         assert not watcher.is_alive()
         with pytest.raises(RankLostError, match="Rank 1 ended with ValueError: this rank's own"):
@@ -132,7 +132,7 @@ def test_a_backend_that_failed_in_a_collective_of_the_programs_own_is_looked_int
         agreement.inquiry.depart("ValueError: this rank's own data")
         watcher.join(timeout=5)
     else:
-        agreement.backend_failed = lambda: True
+        agreement.issued.backend_failed = lambda: True
         watcher.join(timeout=20)
         assert not watcher.is_alive()
         with pytest.raises(RankLostError, match="Rank 1 ended with ValueError: this rank's own"):
@@ -147,7 +147,7 @@ def test_what_was_started_last_is_looked_after_before_anybody_waits_for_it() -> 
     first = group.gather([outputs[0]], [pieces[0]], "layers.0")
     (prefetched,) = group.gather([outputs[1]], [pieces[1]], "layers.1")
     group.wait(*first)
-    assert group._agreement.issued is prefetched
+    assert group._agreement.issued.last is prefetched
     group.wait(prefetched)
 
 
@@ -231,5 +231,5 @@ def test_nothing_is_asked_of_a_device_while_a_step_is_captured() -> None:
     work.wait()
     agreement.note_capturing(False)
     # What was captured is never going to complete by itself.
-    assert agreement.issued is None
+    assert agreement.issued.last is None
     assert watcher.is_alive()

@@ -201,7 +201,7 @@ def test_all_ranks_issue_the_same_collectives_in_the_same_order(world: str) -> N
     train_step(model, 0)
     agreement = model._unit.shards._agreement
     orders: list[Any] = [None, None]
-    dist.all_gather_object(orders, [str(o) for o in agreement._recent])
+    dist.all_gather_object(orders, [str(o) for o in agreement.history()])
     assert orders[0] == orders[1]
     assert len(orders[0]) > 8
 

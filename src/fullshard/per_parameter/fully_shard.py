@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -32,6 +31,7 @@ from ..engine.runtime.parts import FewRanks
 from ..engine.runtime.policy import UnitOptions
 from ..engine.runtime.unit import Unit
 from ..wrap import is_unit
+from .arguments import modules_in, resharding_of
 from .clipping import watch_clipping
 from .meshes import DataParallelMesh, mesh_of_shards
 from .module import FSDPModule, add_class
@@ -46,9 +46,6 @@ __all__ = ["fully_shard"]
 
 #: By parameter, as it was before it was sharded, the unit that shards it now.
 _users: Any = WeakTensorKeyDictionary()
-
-#: Modules without a forward of their own, at which parameters could be gathered.
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def fully_shard(
@@ -123,7 +120,7 @@ class Application:
 
     def to(self, module: Any) -> Any:
         """Make a unit of the module, or of the modules in a list, and return it or the list."""
-        modules = _check(module, self.name)
+        modules = modules_in(module, self.name)
         data_parallel = self._data_parallel()
         root: Any = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         everything = [m for m in root.modules() if len(modules) == 1 or m is not root]
@@ -133,7 +130,7 @@ class Application:
         shares = shares_of(root, parameters, data_parallel, self.placement_of)
         names = named(root, parameters)
         resharding = [
-            _resharding(self._few_after_forward(share.mesh), share.mesh) for share in shares
+            resharding_of(self._few_after_forward(share.mesh), share.mesh) for share in shares
         ]
         of: ModuleUnit | None = None
         for share, (reshards, few) in reversed([*zip(shares, resharding, strict=True)]):
@@ -254,70 +251,6 @@ class Application:
         # The mesh of the parameters has the dimensions that they are sharded over, too.
         nobody = ProcessGroups(None, None)
         return localize(root, parameters, nobody, unreduced=data_parallel.reduced)
-
-
-def _check(module: Any, name: str) -> list[nn.Module]:
-    """The modules to shard, outermost ones only; refuses what cannot be."""
-    given = list(module) if isinstance(module, (list, tuple)) else [module]
-    for each in given:
-        if not isinstance(each, nn.Module):
-            raise TypeError(f"{name} expects nn.Modules, but got {each!r}")
-        if isinstance(each, _CONTAINERS) and type(each).forward in (
-            nn.Module.forward,
-            *(container.forward for container in _CONTAINERS),
-        ):
-            raise ValueError(
-                f"{name} does not support containers that do not implement forward: {each}"
-            )
-        if isinstance(each, FSDPModule):
-            raise AssertionError(
-                "Each distinct composable distributed API can only be applied to a module once. "
-                f"{each._fullshard_applied_by} has already been applied to the following module:\n"
-                f"{each}"
-            )
-        wrapped = [sub for sub in each.modules() if is_unit(sub) and not _is_in_place(sub)]
-        if wrapped:
-            raise ValueError(
-                f"{type(each).__name__} is, or holds, a FullyShardedDataParallel: a model is "
-                "sharded by the wrapper or by fully_shard, not by both"
-            )
-    if not given:
-        raise ValueError(f"{name} expects at least one module, but got an empty list")
-    below = {sub for each in given for sub in each.modules() if sub is not each}
-    return [each for each in dict.fromkeys(given) if each not in below]
-
-
-def _is_in_place(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)
-
-
-def _resharding(
-    reshard_after_forward: bool | int | None, data_parallel: DataParallelMesh
-) -> tuple[bool | None, FewRanks | None]:
-    """Decide whether to reshard after forward, if that was asked, and to which few ranks."""
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward, None
-    size = data_parallel.shard_size
-    if not isinstance(reshard_after_forward, int):
-        raise ValueError(
-            "reshard_after_forward should be a bool or an int representing the group size to "
-            f"reshard to, not {reshard_after_forward}"
-        )
-    if reshard_after_forward < 1 or size % reshard_after_forward:
-        raise ValueError(
-            "If passing reshard_after_forward as an int, it should be a factor of "
-            f"{size}, not {reshard_after_forward}"
-        )
-    if reshard_after_forward == 1:
-        warnings.warn(
-            "reshard_after_forward=1 (int) means that each rank keeps parameters after forward, "
-            "as reshard_after_forward=False does; pass True to free them",
-            UserWarning,
-            stacklevel=4,
-        )
-    if reshard_after_forward in (1, size):
-        return reshard_after_forward == size, None
-    return True, data_parallel.few_ranks(reshard_after_forward)
 
 
 def _move_states(

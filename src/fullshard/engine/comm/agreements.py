@@ -80,7 +80,7 @@ def _make(group: Any) -> Agreement | NoAgreement:
     agreement.inquiry.note_store(ends_with_first=names[0] == 0 and not _agent_has_store())
     if not is_gloo(group):
         agreement.inquiry.note_waiting("at or before")
-        agreement.backend_failed = functools.partial(failures.is_broken, weakref.ref(group))
+        agreement.issued.backend_failed = functools.partial(failures.is_broken, weakref.ref(group))
         watch(agreement, group, order_check.PATIENCE)
     departure.leave_word_of(agreement)
     _made[group.group_name] += 1

@@ -36,6 +36,7 @@ from .announcement import Announcements
 from .disagreement import Operation, Place, RankLostError, RanksDisagreeError
 from .inquiry import Inquiry
 from .introductions import introduce
+from .issued_work import IssuedWork
 from .order_table import Expectation, OrderTable
 from .rendezvous import Rendezvous
 
@@ -82,17 +83,17 @@ class Agreement:
         self.inquiry = Inquiry(store, rank, names)
         self._rendezvous = Rendezvous(store, world_size)
         self._announcements = announcements
-        #: The collective that was issued last, where the host does not wait for it.
-        self.issued: Any = None
+        #: What the host gave the device last, and does not wait for.
+        self.issued = IssuedWork()
+        #: Bound once: the step's path makes one call, not two.
+        self.issue = self.issued.note
+        self.note_capturing = self.issued.note_capturing
         #: Set when another rank has left word: the watcher need not wait for its next look.
         self.stirred = threading.Event()
-        #: Whether what is issued is captured in a graph, and not carried out.
-        self.is_capturing = False
         #: The operation that this rank waits to begin, and its place: not a past one yet.
         self._waiting: Place | None = None
-        #: Whether this rank has destroyed the process group, and whether the backend has given up.
+        #: Whether this rank has destroyed the process group.
         self.has_left = has_left
-        self.backend_failed: Callable[[], bool] = lambda: False
         #: See :meth:`check_also`.
         self._also_check: Callable[[], None] | None = None
         #: The place of the last operation for which it was told that others are waited for.
@@ -102,14 +103,10 @@ class Agreement:
         #: Whether this rank's user has heard the verdict.
         self._has_heard = False
 
-    @property
-    def _recent(self) -> list[Place]:
-        return self.order.history()
-
     def check(self, asked: tuple[str, str, int], begins_pass: bool = False) -> None:
         """Return when every rank is known to do what is ``asked`` next; raise if one is not.
 
-        An :class:`Operation` in all but type: one that is known need not be made again.
+        ``asked`` is an :class:`Operation`'s fields as a plain tuple, to avoid building known ones.
         """
         if self.inquiry.verdict is not None:
             raise self._verdict_error()
@@ -143,36 +140,8 @@ class Agreement:
         return f"{type(error).__name__}: {error}"
 
     def incomplete_work(self) -> Any:
-        """The last collective, if it has not completed and the host does not look around itself.
-
-        One that failed has not: the device still waits for it. Where the backend says that it has
-        failed, "backend": it may have been a collective of the program's own.
-        """
-        work = self.issued
-        if self._is_waiting or self._explains or self.is_capturing:
-            return None
-        if self.backend_failed():
-            return "backend"
-        if work is None:
-            return None
-        try:
-            if not work.is_completed() or failures.is_given_up(work):
-                return work
-        except AttributeError:
-            # An object of the user's own, which need only be able to wait.
-            pass
-        except RuntimeError:
-            # The device has failed.
-            return work
-        if self.issued is work:
-            # Not asked again: during a capture, a question from any thread may break it.
-            self.issued = None
-        return None
-
-    def issue(self, work: Any) -> None:
-        """Look after ``work``, for which the device waits and the host does not."""
-        if not self.is_capturing:
-            self.issued = work
+        """As :class:`IssuedWork` says it, unless the host looks around itself."""
+        return None if self._is_waiting or self._explains else self.issued.incomplete()
 
     def check_also(self, check: Callable[[], None] | None) -> None:
         """Call ``check`` when others have been waited for for long, or, with None, no longer.
@@ -180,13 +149,6 @@ class Agreement:
         It raises if the wait is in vain.
         """
         self._also_check = check
-
-    def note_capturing(self, active: bool) -> None:
-        """From now on what is issued is captured in a graph, or is carried out again.
-
-        What was captured never completes by itself, and the host does not see replays.
-        """
-        self.is_capturing, self.issued = active, None
 
     def history(self) -> list[Place]:
         """The last operations and their places, with the one that this rank waits to begin."""

@@ -32,18 +32,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 import torch
 
-#: Bytes up to which an accelerator's allocator splits its blocks as asked.
-_SPLIT_FREELY = 2**20
-#: The part of a block that stays that may go to waste.
-_LITTLE = 64
-#: Blocks that are looked at to find a better one.
-_OFFERS = 16
+from .blocks import lasting_zeros, teach_allocator
 
 
 class Releasable(Protocol):
@@ -70,7 +64,7 @@ class HostStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         if device.type == "cpu":
-            _teach_allocator()
+            teach_allocator()
 
     def __reduce__(self) -> Any:
         """Copies of what uses the streams of a device use the same ones."""
@@ -180,8 +174,12 @@ class AcceleratorStreams(HostStreams):
         # High priority: communication should start the moment its input is ready.
         self._gather = module.Stream(device, priority=-1)
         self._reduce = module.Stream(device, priority=-1)
-        #: What tells how much memory is in use; None where torch does not know.
-        self._stats: Any = getattr(module, "memory_stats_as_nested_dict", None)
+        # Not a method, which would be one more call for every group of parameters.
+        stats = getattr(module, "memory_stats_as_nested_dict", None)
+        if stats is not None:
+            self.lasting_zeros = functools.partial(  # type: ignore[method-assign]
+                lasting_zeros, device, functools.partial(stats, device)
+            )
         self._owed: tuple[Sequence[Releasable], Any] | None = None
         self._reusable_after: Any = None
         # Events are used again, which takes half as long as new ones: what was made to wait for one
@@ -311,40 +309,6 @@ class AcceleratorStreams(HostStreams):
     def host_after_reduces(self) -> None:
         self._reduce.synchronize()
 
-    def lasting_zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Likewise, in a block that fits.
-
-        The allocator takes the smallest freed block that is large enough, and splits nothing below
-        a mebibyte off it: a shard of three may keep four. So it is asked for another one while the
-        first is held, as long as it has freed ones.
-        """
-        wanted = numel * dtype.itemsize
-        if wanted <= _SPLIT_FREELY or self._stats is None:
-            return super().lasting_zeros(numel, dtype)
-        offers: list[tuple[int, torch.Tensor]] = []
-        allocated, reserved = self._memory()
-        for _ in range(_OFFERS):
-            try:
-                offer = torch.empty(numel, dtype=dtype, device=self._device)
-            except torch.OutOfMemoryError:
-                if not offers:
-                    raise
-                break
-            before, had = allocated, reserved
-            allocated, reserved = self._memory()
-            excess = allocated - before - wanted
-            offers.append((excess, offer))
-            if excess <= wanted // _LITTLE or reserved > had:
-                break
-        return min(offers, key=operator.itemgetter(0))[1].zero_()
-
-    def _memory(self) -> tuple[int, int]:
-        """Bytes that are allocated, and that are reserved to allocate from."""
-        stats = self._stats(self._device)
-        kinds = ("allocated_bytes", "reserved_bytes")
-        allocated, reserved = (stats[kind]["all"]["current"] for kind in kinds)
-        return allocated, reserved
-
     def give_back(self, buffers: Sequence[Releasable], late: bool, limited: bool) -> None:
         compute = self._compute()
         if not (limited or self.capturing):
@@ -400,22 +364,6 @@ def _stream_number(device: torch.device) -> Callable[[], int | None]:
     if ask is None or device.index is None:
         return lambda: None
     return functools.partial(ask, device.index)
-
-
-#: A little less than the largest block that glibc learns from.
-_LESSON = 2**25 - 2**13
-
-
-@functools.cache
-def _teach_allocator() -> None:
-    """Have the host's allocator keep freed blocks for those who ask next.
-
-    glibc asks the system for every large block, and gives it back when it is freed; to map and
-    clear the pages anew is a twentieth of a step in which full parameters and gradients come and
-    go. It serves blocks from memory that it keeps, twice as much at most, once it has seen one of
-    that size freed. Programs that free large tensors have shown it; here it is shown at the start.
-    """
-    torch.empty(_LESSON, dtype=torch.uint8, device="cpu")
 
 
 _streams: dict[torch.device, HostStreams] = {}

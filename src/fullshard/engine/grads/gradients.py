@@ -73,7 +73,7 @@ class UnreducedGradients(NamedTuple):
         if handle.offload:
             streams = streams_for(handle.device)
             found = [(parameter, streams.copy_to_host(gradient)) for parameter, gradient in found]
-        _add(handle, found)
+        _put_or_add(handle, found)
 
     def release(self) -> None:
         """Do nothing: no buffer is held."""
@@ -255,14 +255,14 @@ def deliver(
     if handle.offload:
         reduced = streams_for(handle.device).copy_to_host(reduced)
     if not handle.use_orig_params:
-        _add(handle, [(handle.flat_param, reduced)])
+        _put_or_add(handle, [(handle.flat_param, reduced)])
         return []
     cut = handle.cut(reduced)
     if not absent:
-        _add(handle, [(handle.params[i], piece) for i, piece in cut])
+        _put_or_add(handle, [(handle.params[i], piece) for i, piece in cut])
         return []
     missing = set(absent)
-    _add(handle, [(handle.params[i], piece) for i, piece in cut if i not in missing])
+    _put_or_add(handle, [(handle.params[i], piece) for i, piece in cut if i not in missing])
     undecided = [(i, piece) for i, piece in cut if i in missing]
     return [PossiblyUnused(handle, i, p, handle.witness(reduced, i, p)) for i, p in undecided]
 
@@ -297,10 +297,13 @@ def settle_as_before(undecided: Sequence[PossiblyUnused]) -> None:
 def accept(found: Sequence[PossiblyUnused]) -> None:
     """Put gradients that some rank has on their parameters."""
     for handle, slot, gradient, _ in found:
-        _add(handle, [(handle.params[slot], gradient)])
+        _put_or_add(handle, [(handle.params[slot], gradient)])
 
 
-def _add(handle: FlatParamHandle, pairs: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
+def _put_or_add(
+    handle: FlatParamHandle, pairs: Sequence[tuple[nn.Parameter, torch.Tensor]]
+) -> None:
+    """Put gradients on parameters that have none, and add the others to those that are there."""
     handle.receive(map(operator.itemgetter(0), pairs))
     if isinstance(handle, RowHandle):
         left = handle.put_gradients(pairs)

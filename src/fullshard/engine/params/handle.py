@@ -185,7 +185,10 @@ class FlatParamHandle(Presentation, WriteBack, Conversion):
     # -- sharding -----------------------------------------------------------------------------
 
     def shard(self) -> None:
-        """Keep this rank's part of the flat buffer, and release the rest."""
+        """Keep this rank's part of the flat buffer, and release the rest.
+
+        With ``shard=True`` the constructor cut that part; this then only adopts it.
+        """
         shard, size = self.shard_tensor, self.layout.shard_numel
         if shard.numel() > size:
             shard = shard[self.rank * size : (self.rank + 1) * size].clone()

@@ -9,8 +9,7 @@ ones.
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,20 +25,19 @@ from .flat_parameter import HandleReference
 from .handle import REQUIRES_GRAD, FlatParamHandle
 from .layout import alignment_elements
 from .locations import ParameterLocation, containers_of
-from .replacements import parameter_at
 from .row_buffers import RowFullBuffer, RowReduceBuffer, whole_parameters
 from .row_layout import RowLayout
 from .row_parts import RowPart, part_of
 from .row_sharding import RowSharding, at_start, maker_of_dtensors
+from .row_write_back import RowWriteBack
 from .tensor_parallel import Distribution, distributions_of, is_distributed
 
-_LOCAL = operator.attrgetter("_local_tensor")
-#: Inside of it, torch does not look whether the class of a DTensor has a way of its own to tell
-#: what every tensor knows of itself, which takes as long as to tell it.
+#: Inside of it, torch skips the ``__torch_function__`` lookup for DTensors, which costs as much as
+#: reading the attribute.
 _AS_TENSORS = torch._C.DisableTorchFunctionSubclass
 
 
-class RowHandle(FlatParamHandle):
+class RowHandle(RowWriteBack, FlatParamHandle):
     """Owns the memory of one group of parameters that are sharded by rows.
 
     ``params`` are replaced in their modules by DTensors on construction.
@@ -190,97 +188,6 @@ class RowHandle(FlatParamHandle):
         self.versioned = [self.shard_tensor, *self.params]
         self._expected = self.sharded
 
-    # -- write-back ---------------------------------------------------------------------------
-
-    def write_back(self) -> bool:
-        """Take over parameters, or their local parts, that the user replaced since the last use.
-
-        ``load_state_dict(assign=True)``, ``to_empty`` and ``to`` do, and users may. Returns whether
-        there were any.
-        """
-        found = map(operator.getitem, self._containers, self._keys)
-        try:
-            same = not any(map(operator.is_not, found, self._visible))
-        except KeyError:
-            # Something was removed; what, is told below.
-            same = False
-        if same and not any(map(operator.is_not, map(_LOCAL, self.params), self.sharded)):
-            return False
-        self._take_over_parameters()
-        return True
-
-    def _take_over_parameters(self) -> None:
-        with torch.no_grad():
-            locals_: list[torch.Tensor] = []
-            for index, places in enumerate(self.places):
-                old = self.params[index]
-                found = [parameter_at(place) for place in places]
-                new = next((parameter for parameter in found if parameter is not old), old)
-                self.params[index] = self._as_sharded(index, new)
-                locals_.append(_LOCAL(self.params[index]))
-            self._adopt_locals(locals_)
-
-    def _as_sharded(self, index: int, parameter: Any) -> Any:
-        """``parameter`` if it is sharded as its place wants it, or its own rows if it is whole."""
-        sharding, path = self.shardings[index], self.places[index][0].path
-        if is_distributed(parameter):
-            same = parameter.device_mesh == sharding.mesh
-            if not same or tuple(parameter.placements) != sharding.placements:
-                raise RuntimeError(
-                    f"Parameter {path!r} was replaced by a DTensor with placements "
-                    f"{parameter.placements} on {parameter.device_mesh}, but fully_shard placed "
-                    f"it with {sharding.placements} on {sharding.mesh}. Redistribute it: "
-                    "new.redistribute(old.device_mesh, old.placements)"
-                )
-            self._check_shape(path, sharding.shape, parameter.shape)
-            return parameter
-        if self.distributions and self.distributions[index] is not None:
-            raise RuntimeError(
-                f"Parameter {path!r}, which is tensor-parallel, was replaced by a plain tensor: "
-                "replace it by a DTensor with the mesh and placements of the old one"
-            )
-        self._check_shape(path, sharding.shape, parameter.shape)
-        local = self.own_rows(index, parameter).clone()
-        return nn.Parameter(sharding.assemble(local), requires_grad=parameter.requires_grad)
-
-    @staticmethod
-    def _check_shape(path: str, expected: torch.Size, given: torch.Size) -> None:
-        if expected != given:
-            raise RuntimeError(
-                f"Parameter {path!r} was replaced by one of shape {tuple(given)}, but "
-                f"fully_shard sharded one of shape {tuple(expected)}: shapes cannot change"
-            )
-
-    def _adopt_locals(self, locals_: Sequence[torch.Tensor]) -> None:
-        """Copy local parts into the shard, or a new one where dtype or device are others."""
-        kinds = {(local.dtype, local.device) for local in locals_}
-        if len(kinds) > 1:
-            told = ", ".join(f"{dtype} on {device}" for dtype, device in sorted(kinds, key=str))
-            raise RuntimeError(
-                f"The parameters of {type(self.module).__name__} that fully_shard keeps together "
-                f"became {told}: they must stay of one dtype, on one device"
-            )
-        ((dtype, device),) = kinds
-        shard = self.shard_tensor
-        if (dtype, device) == (shard.dtype, shard.device):
-            for view, local in zip(self.sharded, locals_, strict=True):
-                if local is not view:
-                    # Into the memory that full parameters are gathered from.
-                    view.data.copy_(local)
-            self._bind()
-            return
-        shard = streams_for(device).lasting_zeros(self.layout.shard_numel, dtype)
-        if device.type != "meta":
-            for view, local in zip(self._views_of(shard), locals_, strict=True):
-                view.copy_(local)
-        if self.offload:
-            shard = streams_for(self.device).rest_on_host(shard)
-        self.adopt_shard(shard)
-
-    def converted(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Follow ``module.to(...)`` and its like, which converted each parameter on its own."""
-        self.write_back()
-
     # -- buffers ------------------------------------------------------------------------------
 
     def buffer(self, gathered_in: torch.dtype | Encoding) -> FullBuffer:
@@ -408,7 +315,7 @@ class RowHandle(FlatParamHandle):
                 f"shape {tuple(gradient.shape)}, but fully_shard made the parameter a DTensor: set "
                 "it to None, or to a DTensor such as torch.zeros_like(parameter)"
             )
-        local: torch.Tensor = _LOCAL(gradient)
+        local: torch.Tensor = gradient._local_tensor
         return local
 
     @property

@@ -243,7 +243,7 @@ class Schedule(UserRequests):
         elif decision is AfterForward.RESHARD:
             self._unsharded.reshard(unit)
         elif decision is AfterForward.SHOW:
-            unit.remember_values()
+            unit.note_full_versions()
         else:
             unit.show_sharded()
             if not hidden and (frees or holds_copy):

@@ -14,7 +14,7 @@ for the memory that follows. There is one policy per kind of device:
                                                                       which backward begins
     release of a resharded unit        one unit late, unless          at once
                                        the next one was prefetched
-                                       before it computed
+                                       before this unit computed
     prefetch in backward               as ``backward_prefetch``       the same, and waited for
                                        says                           before autograd can reach it
     units ahead in backward            one                            one
@@ -87,13 +87,14 @@ class AfterForward(Enum):
 class UnitPlan:
     """The decisions for one unit, made once; the step's path looks them up."""
 
-    #: Whether the next unit is all-gathered while this one computes forward: in training, where a
-    #: backward may follow, and in evaluation.
+    #: Whether the next unit is all-gathered while this one computes forward, if a backward may
+    #: follow.
     prefetches_in_training: bool
+    #: The same if no backward will follow.
     prefetches_in_evaluation: bool
-    #: Whether the next unit of a backward is prefetched before this one's backward computes, or
-    #: when this one's gradients are there.
+    #: Whether the next unit of a backward is prefetched before this one's backward computes.
     prefetches_before_backward: bool
+    #: Whether it is prefetched when this one's gradients are there.
     prefetches_after_backward: bool
     #: What becomes of the full parameters after forward, unless backward begins with the unit.
     normally_after_forward: AfterForward
@@ -159,7 +160,7 @@ class Policy:
         """
         host = not self.runs_ahead
         before = unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-        in_evaluation = unit.forward_prefetch or (host and before)
+        in_every_pass = unit.forward_prefetch or (host and before)
         if unit.frees_after_forward:
             after_forward = AfterForward.RESHARD
         elif unit.keeps_full_after_forward:
@@ -167,8 +168,8 @@ class Policy:
         else:
             after_forward = AfterForward.HIDE
         return UnitPlan(
-            prefetches_in_training=in_evaluation or (host and unit.keeps_full_after_forward),
-            prefetches_in_evaluation=in_evaluation,
+            prefetches_in_training=in_every_pass or (host and unit.keeps_full_after_forward),
+            prefetches_in_evaluation=in_every_pass,
             prefetches_before_backward=before,
             prefetches_after_backward=unit.backward_prefetch is BackwardPrefetch.BACKWARD_POST,
             normally_after_forward=after_forward,

@@ -304,7 +304,7 @@ class Unit(UnitBase):
 
     # -- changes by the user --------------------------------------------------------------------
 
-    def remember_values(self) -> None:
+    def note_full_versions(self) -> None:
         """Note how often the full parameters, which stay in place, have been changed by now."""
         self._changes = [buffer.flat._version for buffer in self.full_buffers]
 
@@ -330,7 +330,7 @@ class Unit(UnitBase):
         """Copy the user's changes to full parameters into the shards; full ones stay in place."""
         if self._changes:
             self.keep_changes()
-            self.remember_values()
+            self.note_full_versions()
             self.streams.gather_after_compute()
 
     def write_back(self) -> bool:

@@ -92,7 +92,7 @@ class UserRequests:
         if self.is_idle and self._residencies[unit].is_requested and not unit.shows_full:
             unit.finish_unshard()
             unit.show_full(tracked=torch.is_grad_enabled())
-            unit.remember_values()
+            unit.note_full_versions()
 
     def reshard(self, unit: Unit) -> None:
         """Reshard a unit, and keep the changes that were made to its full parameters."""
