@@ -468,3 +468,28 @@ def test_gradients_are_gone_when_nobody_but_the_optimizer_might_have_them() -> N
         optimizer.step()
         optimizer.zero_grad()
         assert not any(reference() for reference in gradients)
+
+
+@ranks(2)
+def test_what_an_optimizer_is_given_for_one_step_is_not_there_in_the_next() -> None:
+    # As torch's GradScaler does with fused optimizers.
+    model: Any = build()
+    by_block()(OURS, model)
+    plain = [nn.Parameter(p.to_local().detach().clone()) for p in model.parameters()]
+    ours, theirs = (
+        torch.optim.Adam(each, lr=0.1, eps=1e-3, fused=True) for each in (model.parameters(), plain)
+    )
+    for step in range(4):
+        for parameter, other in zip(model.parameters(), plain, strict=True):
+            other.grad = torch.full_like(other, 8.0 + step)
+            parameter.grad = DTensor(other.grad.clone(), parameter._spec, requires_grad=False)
+        for optimizer in (ours, theirs):
+            if step % 2 == 0:
+                optimizer.grad_scale = torch.tensor(8.0)  # type: ignore[attr-defined]
+                optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+            optimizer.step()
+            if step % 2 == 0:
+                del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        assert not hasattr(ours, "grad_scale")
+        for parameter, other in zip(model.parameters(), plain, strict=True):
+            assert torch.equal(parameter.to_local(), other), step

@@ -145,8 +145,11 @@ class _Twin:
     def prepare(self, optimizer: Any) -> None:
         """Bring the twin up to date with the optimizer."""
         twin = self.optimizer
-        mine = twin.__dict__
-        for name, value in optimizer.__dict__.items():
+        mine, theirs = twin.__dict__, optimizer.__dict__
+        for name in [name for name in mine if name not in theirs and name not in _OWN]:
+            # Such as what a gradient scaler has given it for the last step alone.
+            del mine[name]
+        for name, value in theirs.items():
             if name not in _OWN:
                 mine[name] = value
         groups = optimizer.param_groups
