@@ -76,7 +76,7 @@ PARTS: dict[str, dict[str, Stage]] = {
             "--page {folder}/trace.html",
             80,
         ),
-        "programs": Stage("-m tests.compat.fully_shard_side_by_side", 120, False),
+        "programs": Stage("tests/compat/fully_shard_side_by_side.py", 120, False),
         "whole-tensors": Stage("benchmarks/whole_tensors.py --rounds 3 --steps 2 --seconds 45", 70),
         "optimizer": Stage("benchmarks/optimizer_step.py --model 1.34B --rounds 10", 30),
         "encoding": Stage("benchmarks/encoding.py --device cuda --mebi 64", 20),

@@ -26,7 +26,9 @@ PROGRAMS: dict[str, list[str]] = {
         *("--seconds", "0"),
     ],
     "trace": [
-        *("--case", "toy", "--simulate", "64", "--bandwidth", "1", "--rounds", "2", "--steps", "6"),
+        # Steps long enough that what is outside of units is little.
+        *("--case", "cpu", "--simulate", "64", "--bandwidth", "1", "--rounds", "1", "--steps", "2"),
+        *("--warmup", "1"),
     ],
     "growth": [
         *("--units", "2", "4", "--parameters", "1", "2", "--ranks", "8", "16"),
@@ -250,7 +252,7 @@ def test_a_program_for_a_gpu_for_which_no_time_is_left_does_not_begin(tmp_path: 
 def test_a_trace_of_one_of_many_ranks_says_what_it_cost_and_saw(results: Any) -> None:
     printed, written = results["trace"]
 
-    assert "GPT in 3 units on 64 ranks" in printed
+    assert "GPT in 9 units on 64 ranks" in printed
     assert written["ranks"] == 64
     assert written["cost"] > 0
     assert 0.9 < written["accounted for"] <= 1

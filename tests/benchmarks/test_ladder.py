@@ -25,6 +25,7 @@ def run(folder: Path, *arguments: str) -> dict[str, Any]:
     return numbers
 
 
+@in_long_runs
 def test_a_row_has_its_speed_and_the_memory_that_the_trainer_measured(tmp_path: Path) -> None:
     pytest.importorskip("typer")
 

@@ -193,7 +193,10 @@ class Block(nn.Module):
         return x + self.norm(self.linear(x))
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["FULL_SHARD", pytest.param("SHARD_GRAD_OP", marks=in_long_runs), "HYBRID_SHARD", "NO_SHARD"],
+)
 @pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=in_long_runs)])
 def test_streams_wait_for_each_other_in_low_precision_with_frozen_parameters(
     machine: Machine, strategy: str, ahead: bool

@@ -179,7 +179,9 @@ def script(folder: Path, text: str) -> str:
         [],
         pytest.param(["--standalone"], marks=in_long_runs),
         ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{socket.gethostname()}:0"],
-        ["--master-addr", socket.gethostname(), "--master-port", "0"],
+        pytest.param(
+            ["--master-addr", socket.gethostname(), "--master-port", "0"], marks=in_long_runs
+        ),
     ],
     ids=" ".join,
 )

@@ -14,6 +14,7 @@ import zipapp
 from pathlib import Path
 
 import pytest
+from tests.marks import in_long_runs
 
 from fullshard.cli.launcher import early_ends, rendezvous, restarts
 from fullshard.cli.launcher.launch import default_ranks, launch, threads_per_rank
@@ -341,7 +342,11 @@ def test_bad_input_that_ranks_find_is_told_in_one_line_and_tried_once(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ports cannot be held")
-@pytest.mark.parametrize("meeting", [[], MAYBE_ANOTHER], ids=["one machine", "maybe another"])
+@pytest.mark.parametrize(
+    "meeting",
+    [[], pytest.param(MAYBE_ANOTHER, marks=in_long_runs)],
+    ids=["one machine", "maybe another"],
+)
 def test_nobody_else_is_given_the_port_at_which_ranks_will_meet(
     reports: Path, meeting: list[str]
 ) -> None:

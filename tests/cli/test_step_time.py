@@ -384,6 +384,7 @@ def test_plan_says_what_comes_closest() -> None:
     assert 0.9 * 4 < float(least[1]) < 40
 
 
+@in_long_runs
 def test_the_fastest_of_a_model_of_70_billion_is_found_in_30_seconds_of_one_core() -> None:
     options = Options(model="65b", precision="bfloat16", sequence=2048)
     asked = Question(

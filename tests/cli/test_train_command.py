@@ -126,6 +126,7 @@ def test_with_restarts_a_run_goes_on_by_itself_after_a_rank_was_killed(
     assert [line["step"] for line in metrics] == [*range(1, 81)]
 
 
+@in_long_runs
 def test_with_restarts_a_run_goes_on_from_the_newest_checkpoint_that_is_whole(
     here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

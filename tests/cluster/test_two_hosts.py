@@ -132,7 +132,11 @@ def check_losses(folder: Path, steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "meet"), [("FULL_SHARD", at_a_store), ("HYBRID_SHARD", by_number)]
+    ("strategy", "meet"),
+    [
+        ("FULL_SHARD", at_a_store),
+        pytest.param("HYBRID_SHARD", by_number, marks=in_long_runs),
+    ],
 )
 def test_two_hosts_train_as_one_process_and_save_what_one_host_loads(
     hosts: TwoHosts,

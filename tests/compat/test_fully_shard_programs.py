@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from typing import Any
 
@@ -18,13 +17,10 @@ from tests.compat.fully_shard_side_by_side import (
     outcome,
 )
 from tests.compat.installed import installed
+from tests.marks import in_long_runs
 
 import fullshard
 from fullshard.testing import ranks
-
-LONG = pytest.mark.skipif(
-    "FULLSHARD_LONG" not in os.environ, reason="takes long: set FULLSHARD_LONG=1"
-)
 
 
 def example(name: str) -> Any:
@@ -47,7 +43,9 @@ def test_a_loop_in_torchtitans_manner_trains_as_the_bare_model() -> None:
             torch.testing.assert_close(losses, bare, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("program", [*PROGRAMS[:2], pytest.param(PROGRAMS[2], marks=LONG)])
+@pytest.mark.parametrize(
+    "program", [pytest.param(p, marks=() if "accelerate" in p else in_long_runs) for p in PROGRAMS]
+)
 def test_the_command_runs_programs_for_torchs_fully_shard(program: str) -> None:
     """Each compares its losses with those of the bare model, or with those before it went on."""
     if program != "fully_shard_train":
@@ -58,7 +56,7 @@ def test_the_command_runs_programs_for_torchs_fully_shard(program: str) -> None:
     assert found.losses, found.error
 
 
-@LONG
+@in_long_runs
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_lose_what_they_lose_on_torchs_own(program: str) -> None:
     if program != "fully_shard_train":

@@ -16,7 +16,7 @@ from tests.engine.random_models import HYBRID, LAYERS, Block, Case, Layer, Optio
 
 from fullshard.testing import run_on_ranks
 
-CASES = 2500 if os.environ.get("FULLSHARD_LONG") else 100
+CASES = 2500 if os.environ.get("FULLSHARD_LONG") else 60
 PLAIN = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 KEEPS = ["attribute", "private", "list", "dict"]
 

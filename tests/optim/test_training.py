@@ -54,7 +54,7 @@ def sizes_and_how(*always: int) -> Any:
     )
 
 
-@sizes_and_how(2, 4)
+@sizes_and_how(2)
 def test_two_hundred_steps_of_muon_are_those_of_one_process(size: int, how: Any) -> None:
     run_on_ranks(size, many_steps, how, muon, is_hidden_matrix)
 

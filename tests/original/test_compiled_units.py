@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch._dynamo.compiled_autograd
+from tests.marks import in_long_runs
 from tests.original.training import (
     MODES,
     Net,
@@ -84,7 +85,7 @@ def train_and_evaluate(model: Any) -> None:
             model(inputs(step, batch, WIDTH))
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("use_orig_params", [True, pytest.param(False, marks=in_long_runs)])
 @pytest.mark.parametrize("number_of_classes", [UNITS, 1])
 @ranks(2, timeout=240)
 def test_all_that_blocks_compute_is_compiled_and_no_more(

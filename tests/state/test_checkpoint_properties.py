@@ -44,7 +44,7 @@ FILES = (
 SEALED = FILES[:2]
 CASES = settings(max_examples=2000 if LONG else 50)
 #: For cases on ranks, which take tenths of a second.
-FEW_CASES = settings(max_examples=2000 if LONG else 20)
+FEW_CASES = settings(max_examples=2000 if LONG else 10)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy
 from fullshard.testing import RanksFailed, device, run_on_ranks
 
-KILLS = 50 if os.environ.get("FULLSHARD_LONG") else 20
+KILLS = 50 if os.environ.get("FULLSHARD_LONG") else 10
 #: What a process does to files, in Python's audit events.
 FILE_EVENTS = ("open", "os.", "shutil.")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.marks import in_long_runs
 from tests.testing.processes import MarkedProcess, needs_pytest, run_python
 
 from fullshard.testing import RankPool, RankSetupError, device, ranks, run_on_ranks
@@ -94,7 +95,11 @@ def test_a_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @no_gpu
 @pytest.mark.parametrize(
-    "command", [pytest.param(["-m", "pytest"], marks=needs_pytest), ["-m", "fullshard.testing"]]
+    "command",
+    [
+        pytest.param(["-m", "pytest"], marks=(needs_pytest, in_long_runs)),
+        ["-m", "fullshard.testing"],
+    ],
 )
 def test_asking_for_a_missing_gpu_ends_the_command_with_one_line(
     tmp_path: Path, command: list[str]

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tests.marks import in_long_runs
 from tests.testing.processes import MarkedProcess, run_python
 
 # Makes the modules impossible to import, as on a machine that has torch and nothing else;
@@ -89,6 +90,7 @@ def test_a_failure_is_reported_and_makes_the_exit_status_one(tmp_path: Path) -> 
     assert "1 passed, 1 failed, 0 skipped" in output
 
 
+@in_long_runs
 def test_a_keyword_selects_tests(tmp_path: Path) -> None:
     _, output = run_tests(tmp_path, {"test_it.py": TESTS}, "-k", "named")
 

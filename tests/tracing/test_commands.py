@@ -73,6 +73,7 @@ def test_a_run_that_ends_before_the_first_traced_step_says_so_and_is_saved(tmp_p
     assert (tmp_path / "runs/run-1/checkpoints/step-00000002").exists()
 
 
+@in_long_runs
 def test_a_program_of_torchs_fsdp_is_traced_unchanged(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM.replace("STEPS", "8"))
 

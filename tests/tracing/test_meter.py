@@ -18,7 +18,10 @@ def totals(said: list[InUse], monkeypatch: pytest.MonkeyPatch) -> list[tuple[flo
     """
     answers = iter(said)
     monkeypatch.setattr(meter, "counter_of", lambda _: lambda: next(answers))
+    forgotten: list[torch.device] = []
+    monkeypatch.setattr(meter, "forget_peak", forgotten.append)
     made = Meter([], torch.device("cuda"))
+    assert forgotten == [torch.device("cuda")]
     for second in range(len(said) - 1):
         made.sample(float(second))
     return [(moment.at, moment.total) for moment in made.memory(float)]
