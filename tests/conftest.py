@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
+from fullshard.engine.comm.collectives import stuck
 from fullshard.testing import shared
 
 pytest_plugins = ["fullshard.testing.pytest_plugin"]
@@ -20,7 +21,25 @@ settings.load_profile("long" if os.environ.get("FULLSHARD_LONG") else "default")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def save_coverage_of_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+def end_ranks_that_keep_dead_groups() -> Iterator[None]:
+    """End ranks after a file in which collectives of many groups failed.
+
+    Such a group is never let go of, and each has threads that wake up a hundred times a second.
+    """
+    yield
+    for pool in list(shared._pools.values()):
+        if pool._all_run() and max(pool.run(_count_dead_groups)) > 2:
+            pool.close()
+
+
+def _count_dead_groups() -> int:
+    return len(stuck)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def save_coverage_of_ranks(
+    request: pytest.FixtureRequest, end_ranks_that_keep_dead_groups: None
+) -> Iterator[None]:
     """With ``--cov``, have ranks save after every file what they measured: they end by SIGKILL.
 
     What ranks measured in a file before a test of it ended them is not in the report. From their
