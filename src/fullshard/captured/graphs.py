@@ -7,9 +7,9 @@ Note: the first steps use the graphs' pool
     A graph's memory is its own: of blocks that eager steps have freed it gets none. What a first
     step makes and keeps, such as an optimizer's state, lies scattered over blocks in which
     activations were; eager steps have their next activations around it, and a graph would leave
-    these blocks unused (it reserved 28 % more than an eager step). So eager steps before the first
-    graph already allocate from the pool, on the stream that computes. Later ones do not: what they
-    keep would lie in memory that a graph overwrites.
+    these blocks unused (it reserved up to 18 % more than an eager step). So eager steps before the
+    first graph already allocate from the pool, on the stream that computes. Later ones do not: what
+    they keep would lie in memory that a graph overwrites.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class GroupCollector:
     def __call__(self, group: dict[str, Any], *lists: list[Any]) -> Any:
         optimizer: Any = self._optimizer()
         place = next(i for i, each in enumerate(optimizer.param_groups) if each is group)
-        gradients = _gradients_of(self._params[place])
+        gradients = gradients_of(self._params[place])
         complete = all(map(operator.is_not, gradients, itertools.repeat(None)))
         collected = self._collected.get(place)
         if complete and collected is not None and collected.fits(group):
@@ -97,7 +97,7 @@ def _collected(group: dict[str, Any], lists: Sequence[list[Any]]) -> _Collected:
     )
 
 
-def _gradients_of(params: Sequence[Any]) -> list[Any]:
+def gradients_of(params: Sequence[Any]) -> list[Any]:
     """The gradients of the parameters, local tensors of those that are sharded."""
     # Torch need not ask the class of a DTensor for a way of its own to tell its gradient.
     with torch._C.DisableTorchFunctionSubclass():

@@ -34,7 +34,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .collecting import GroupCollector
+from .collecting import GroupCollector, gradients_of
 
 #: Classes of ``torch.optim`` whose ``step`` updates each element on its own.
 _ELEMENTWISE = frozenset(
@@ -58,7 +58,6 @@ _TWIN = "_fullshard_twin"
 _OWN = frozenset({"param_groups", "state", "_init_group", _TWIN})
 #: Those of them that add to a parameter's state, but never replace what is there.
 _IN_PLACE = frozenset({"Adam", "AdamW", "SGD"})
-_GRADIENT = operator.attrgetter("grad")
 _LOCAL = operator.attrgetter("_local_tensor")
 #: Set on a parameter: what stands for it in a twin.
 _STAND_IN = "_fullshard_stand_in"
@@ -124,9 +123,8 @@ class _Twin:
     def __init__(self, kind: type[torch.optim.Optimizer]) -> None:
         self.optimizer: Any = object.__new__(kind)
         self.optimizer.state = defaultdict(dict)
-        self._updates_in_place = _owner_of_step(kind) in _IN_PLACE
         self._collector: GroupCollector | None = None
-        if self._updates_in_place and _collects_like_torchs(kind):
+        if _owner_of_step(kind) in _IN_PLACE and _collects_like_torchs(kind):
             self._collector = GroupCollector(self.optimizer)
             vars(self.optimizer)["_init_group"] = self._collector
         self._params: list[Any] = []
@@ -136,7 +134,7 @@ class _Twin:
         #: The DTensors among the parameters, their local tensors and their stand-ins.
         self._sharded: list[Any] = []
         self._local: list[torch.Tensor] = []
-        self._steps_for: list[Any] = []
+        self._sharded_stand_ins: list[Any] = []
         #: The contents of the optimizer's state and of the twin's when the two last agreed. While
         #: both still hold the same objects, nothing has to be converted.
         self._shown: list[Any] = []
@@ -184,7 +182,7 @@ class _Twin:
         self._by_group = [list(itertools.islice(remaining, size)) for size in sizes]
         self._sharded = [p for p in params if type(p) is DTensor]
         self._local = list(map(_LOCAL, self._sharded))
-        self._steps_for = list(map(_stand_in_of, self._sharded))
+        self._sharded_stand_ins = list(map(_stand_in_of, self._sharded))
 
     def _take_state(self, state: Any) -> None:
         """Give the twin the local parts of the optimizer's state."""
@@ -196,11 +194,9 @@ class _Twin:
                 states[stand_in] = {name: _local(value) for name, value in shown.items()}
 
     def _take_gradients(self) -> None:
-        # Torch need not ask the class of a DTensor for a way of its own to tell its gradient.
-        with torch._C.DisableTorchFunctionSubclass():
-            gradients = list(map(_GRADIENT, self._sharded))
-        for stand_in, gradient in zip(self._steps_for, gradients, strict=True):
-            stand_in.grad = gradient._local_tensor if type(gradient) is DTensor else gradient
+        gradients = gradients_of(self._sharded)
+        for stand_in, gradient in zip(self._sharded_stand_ins, gradients, strict=True):
+            stand_in.grad = gradient
 
     def around(self, argument: Any) -> Any:
         """Wrap a closure so that the stand-ins get its gradients, too; return anything else."""
@@ -228,7 +224,7 @@ class _Twin:
                 if name != "params":
                     group[name] = value
         if self._collector is None:
-            for stand_in in self._steps_for:
+            for stand_in in self._sharded_stand_ins:
                 stand_in.grad = None
         if self._has_changed(twin.state):
             if self._collector is not None:
@@ -239,7 +235,7 @@ class _Twin:
 
     def _has_changed(self, state: Any) -> bool:
         """Whether the step has added to the twin's state, or replaced some of it."""
-        if self._updates_in_place:
+        if self._collector is not None:
             return len(state) + sum(map(len, state.values())) != len(self._stepped)
         return not _same(_contents(state), self._stepped)
 
